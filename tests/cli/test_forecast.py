@@ -87,6 +87,7 @@ def test_a_healthy_plan_has_exit_code_0(forecast):
         (["model.safetensors", "--lr", "1", "--optimizer", "adamx"], "unknown optimizer 'adamx'"),
         (["model.safetensors", "--lr", "1", "--beta1", "0.9"], "--beta1 and --beta2 together"),
         (["model.safetensors", "--lr", "-1"], "a finite number from 0"),
+        (["model.safetensors", "--lr", "1", "--weight-decay", "nan"], "weight_decay=nan: give a finite number from 0"),
         (["cut.safetensors", "--lr", "1"], "cut.safetensors"),
         (["model.safetensors", "--lr", "1", "--out", "model.safetensors"], "cannot write"),
     ],

@@ -1,5 +1,6 @@
 """hu.audit finds what was planted into pairs of checkpoints, and nothing else."""
 
+import copy
 import json
 import math
 
@@ -66,14 +67,8 @@ def run(dtype, lr, kind="torch", named=True, steps=8, **given):
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             optimizer.step()
         content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        saved.append({key: torch_copy(value) for key, value in content.items()})
+        saved.append(copy.deepcopy(content))
     return saved, before, dict(model.named_parameters())
-
-
-def torch_copy(content):
-    import copy
-
-    return copy.deepcopy(content)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -116,7 +111,27 @@ def test_parts_of_tensors_are_refused():
         with pytest.raises(NotImplementedError, match="audit decoded values"):
             hu.audit(given, {**given})
     values = {name: parameter.decode() for name, parameter in model.named_parameters()}
-    assert hu.audit(values, {**values}).tensors.keys() == {"weight", "bias"}
+    assert hu.audit(values, {name: value.clone() for name, value in values.items()}).tensors.keys() == {
+        "weight",
+        "bias",
+    }
+
+
+def test_live_weights_given_twice_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    before = model.state_dict()
+    kept = copy.deepcopy(before)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    said = r"the same memory \('0.weight', .*: a state_dict refers to the weights .* take copy.deepcopy"
+    for a, b in ((before, model.state_dict()), ({"model": before}, model.state_dict())):
+        with pytest.raises(ValueError, match=said):
+            hu.audit(a, b)
+    assert hu.audit(kept, model.state_dict()).tensors["0.weight"].status == "changed"
+    # A frozen part may be one tensor in both, and is named.
+    frozen = {**kept, "0.weight": model[0].weight}
+    said = "'0.bias', '1.weight', '1.bias', '1.running_mean', '1.running_var' and 1 more are the same memory in A and B"
+    assert hu.audit(kept, frozen).unseen == (f"{said}, where no change can be seen",)
 
 
 def test_empty_scalar_integer_complex_and_strided_tensors():

@@ -1,6 +1,8 @@
 """Checkpoints of every layout give the tensors and states that were saved; what is none is refused in words."""
 
+import copy
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +10,11 @@ from safetensors.torch import save_file
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.observation.checkpoints._checkpoint import name_optimizer_states, open_checkpoint
+from halfulp.observation.checkpoints._checkpoint import (
+    name_optimizer_states,
+    open_checkpoint,
+    parse_checkpoint_content,
+)
 
 
 def trained(dtype=torch.bfloat16, named=True, steps=3):
@@ -189,6 +195,92 @@ def test_what_lies_beside_and_is_not_read_is_said(tmp_path):
     said = " ".join(check(tmp_path, model).unseen)
     assert "'model_1.safetensors' lie beside model.safetensors" in said
     assert "'optimizer_1.bin' are further optimizers' states" in said
+
+
+class Scaled(torch.nn.Linear):
+    """A layer with extra state, as those of transformer-engine."""
+
+    def get_extra_state(self):
+        return {"amax": torch.ones(3)}
+
+
+def test_extra_state_and_packed_weights_stand_beside_all_others():
+    model = torch.nn.Sequential(Scaled(8, 8), torch.nn.Linear(8, 8))
+    state = model.state_dict()
+    found = parse_checkpoint_content(state, "A")
+    assert found.tensors.keys() == model.state_dict().keys() - {"0._extra_state"} | {"0._extra_state.amax"}
+    later = {name: copy.deepcopy(value) for name, value in state.items()}
+    later["1.weight"][2, 3] = math.nan
+    assert [one.where for one in hu.audit(state, later).findings if one.severity == "error"] == [("1.weight",)]
+    # As torch.ao.quantization's dynamic layers save theirs.
+    packed = (torch.ones(8, 8, dtype=torch.int8), torch.ones(8))
+    state = {
+        "0.scale": torch.ones(()),
+        "0._packed_params.dtype": torch.qint8,
+        "0._packed_params._packed_params": packed,
+    }
+    found = parse_checkpoint_content(state | {"1.weight": torch.ones(3)}, "A")
+    assert list(found.tensors) == ["0.scale", *(f"0._packed_params._packed_params.{k}" for k in (0, 1)), "1.weight"]
+    assert found.unseen == []
+    found = parse_checkpoint_content({"weight": torch.ones(2), "_extra_state": {"amax": torch.ones(2)}}, "A")
+    assert list(found.tensors) == ["weight", "_extra_state.amax"]
+
+
+X = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "names", "unread"),
+    [
+        (
+            {"unet": {"w": X}, "upsampler": {"w": X + 1}, "hypernet": {"w": X + 2}, "lr_scheduler": {"a": X[0, 0]}},
+            ["unet.w", "upsampler.w", "hypernet.w"],
+            [],
+        ),
+        ({"backbone": {"w": X}, "logit_scale": X[0, 0]}, ["w"], ["'logit_scale' were not read"]),
+        (
+            {"model": {"w": X}, "loss_history": X, "callbacks": {"average": {"w": X}}, "rng": [X.byte()], "loss": X[0]},
+            ["w"],
+            ["'loss_history', 'loss' were not read", "tensors under 'callbacks' were not read"],
+        ),
+        (
+            {"module.a.w": X, "module.b.w": X + 1, "module.b._extra_state": [X + 2], "sampler": {"w": X}},
+            ["a.w", "b.w", "b._extra_state.0"],
+            ["tensors under 'sampler' were not read"],
+        ),
+        ({"model": {"w": X}, "epoch": X[0, 0], "rng_states": [X.byte()], "metrics": {"best": X[0, 0]}}, ["w"], []),
+    ],
+)
+def test_what_floats_is_read_or_named(content, names, unread):
+    found = parse_checkpoint_content(content, "A")
+    assert list(found.tensors) == names
+    assert len(found.unseen) == len(unread)
+    assert all(said.startswith(start) for said, start in zip(found.unseen, unread))
+
+
+def test_a_folder_of_several_indices_is_read_by_the_name_that_loading_takes(tmp_path):
+    model, _ = trained()
+    for variant in ("", ".fp16", ".a"):
+        weights = {name: value + (variant != "") for name, value in model.state_dict().items()}
+        save_file(weights, tmp_path / f"shard{variant}.safetensors")
+        index = {"weight_map": dict.fromkeys(weights, f"shard{variant}.safetensors")}
+        (tmp_path / f"model{variant}.safetensors.index.json").write_text(json.dumps(index))
+    said = check(tmp_path, model).unseen
+    names = "'model.a.safetensors.index.json', 'model.fp16.safetensors.index.json'"
+    assert said == [f"{names} lie beside model.safetensors.index.json, and were not compared"]
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=rf"holds several checkpoints \({names}\): give one of the files"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.a.safetensors.index.json").unlink()
+    assert open_checkpoint(tmp_path).tensors.keys() == model.state_dict().keys()
+
+
+def test_a_dtype_that_torch_lacks_is_refused_by_name(tmp_path):
+    header = b'{"x":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'.ljust(64)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    # Releases before this dtype refuse the header, which names it too.
+    with pytest.raises(ValueError, match=r"model\.safetensors (holds 'x' in |cannot be read as safetensors).*F6_E2M3"):
+        open_checkpoint(tmp_path)
 
 
 def test_empty_tensors_alone_are_no_checkpoint(tmp_path):

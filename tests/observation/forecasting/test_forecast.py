@@ -235,6 +235,17 @@ def test_a_rate_of_zero_is_no_update():
         (({"w": torch.ones(2)}, 0.1), {"optimizer": "adamx"}, ValueError, "did you mean"),
         (({"w": torch.ones(2)}, 0.1), {"schedule": "cosine"}, ValueError, "give steps="),
         (({"w": torch.ones(2)}, 0.1), {"dtype": "bf61"}, ValueError, "bf61"),
+        (
+            ({"w": torch.ones(2)}, 0.1),
+            {"weight_decay": -5},
+            ValueError,
+            "weight_decay=-5: give a finite number from 0 on",
+        ),
+        (({"w": torch.ones(2)}, 0.1), {"weight_decay": math.nan}, ValueError, "weight_decay=nan: give a finite number"),
+        (({"w": torch.ones(2)}, 0.1), {"eps": -1}, ValueError, "eps=-1: give a finite number from 0 on"),
+        (({"w": torch.ones(2)}, 0.1), {"momentum": "much"}, ValueError, "momentum='much': give a finite number"),
+        (({"w": torch.ones(2)}, 0.1), {"start": 2.5}, ValueError, "start=2.5: give the steps made so far, a whole"),
+        (({"w": torch.ones(2)}, 0.1), {"start": -5}, ValueError, "start=-5: give the steps made so far, a whole"),
         (({"w": torch.ones(2)}, 0.1), {"dtype": "e2m3fn"}, ValueError, "torch has no dtype of e2m3fn; give"),
     ],
 )
@@ -253,6 +264,18 @@ def test_an_optimizer_of_something_else_or_of_unknown_updates_is_refused():
         hu.forecast(model, 1e-3, steps=5, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="betas: the optimizer has its own"):
         hu.forecast(model, torch.optim.AdamW(model.parameters()), betas=(0.9, 0.9))
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    model = nn.Linear(2, 2)
+    mine, other = torch.optim.AdamW(model.parameters(), 1e-3), torch.optim.SGD(model.parameters(), 0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
+    with pytest.raises(
+        ValueError, match=r"ExponentialLR, is of another optimizer, an SGD, than that given, an AdamW: gi"
+    ):
+        hu.forecast(model, mine, scheduler, steps=5)
+    for own in (other, hu.optim.AdamW(model.parameters(), 1e-3)):
+        assert hu.forecast(model, own, torch.optim.lr_scheduler.ExponentialLR(own, 0.9), steps=5, optimizer="adamw")
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
 
     Args:
         a, b: the earlier and the later checkpoint: a file of safetensors or torch.save, a sharded folder, a folder of
-            HF's Trainer, or a state_dict.
+            HF's Trainer, or a state_dict, which refers to the weights themselves: copy.deepcopy one that training
+            goes on from.
         lr: learning rate in place of the one that B's optimizer holds.
 
     Returns:
@@ -197,8 +198,8 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
 
     Raises:
         TypeError: a or b is neither a path nor a mapping.
-        ValueError: it cannot be read as a checkpoint, or is refused by weights_only; both are the same file, or of
-            different models; lr is no number from 0 on.
+        ValueError: it cannot be read as a checkpoint, or is refused by weights_only; both are the same file, the
+            same memory, or of different models; lr is no number from 0 on.
 
     >>> import torch
     >>> start = {"norm.weight": torch.ones(64, dtype=torch.bfloat16), "head.weight": torch.ones(64)}
@@ -224,6 +225,8 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
         for given, which in ((a, "A"), (b, "B"))
     )
     unseen = [*before.unseen, *after.unseen]
+    if shared := _list_names_of_shared_memory(before.tensors, after.tensors):
+        unseen.append(f"{quote(shared)} are the same memory in A and B, where no change can be seen")
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
     complete = len(later) >= after.optimizer_parameter_count
@@ -233,3 +236,23 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, said, states_complete=complete)
     return replace(made, findings=collect_findings("audit", made))
+
+
+def _list_names_of_shared_memory(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Return the names under which two checkpoints hold one memory; refuse two that hold nothing else.
+
+    Some tensors may rightly be the same objects in two dicts, as frozen weights and tables are.
+    """
+    shared = [name for name, x in a.items() if name in b and _find_memory(x) == _find_memory(b[name]) is not None]
+    moving = [name for name, x in a.items() if x.numel() and (x.is_floating_point() or x.is_complex())]
+    if shared and set(moving) <= set(shared):
+        raise ValueError(
+            f"A and B hold the same memory ({quote(shared)}): a state_dict refers to the weights themselves, so that "
+            "both hold what they are now; take copy.deepcopy(model.state_dict()) before training goes on"
+        )
+    return shared
+
+
+def _find_memory(x: Tensor) -> tuple[Any, ...] | None:
+    """Return where a tensor's elements lie; None of an empty one and of subclasses, which may have no memory."""
+    return (x.device, x.data_ptr(), x.shape, x.stride()) if type(x) is Tensor and x.numel() else None

@@ -209,9 +209,12 @@ def _assign_parameter_names(
 _MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
-# What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
+# What runs keep beside their weights: tensors here are a generator's state, a best score, a counter. Whole words, as
+# an upsampler or a hypernet is a model's part.
 _AUXILIARY_KEY_PATTERN = re.compile(
-    r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
+    r"(?:^|[_ -])(?:rng|random|callback|loop|(?:lr)?schedule[rd]?|(?:grad)?scaler|metric|loss(?:es)?|history|sampler|"
+    r"hyper|h(?:yper)?param(?:eter)?|config|arg|step|epoch)s?(?:$|[_ \d-])",
+    re.I,
 )
 _DEEPEST_NESTING = 64
 _TensorsByPath = dict[tuple[Any, ...], Tensor]
@@ -295,19 +298,40 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
     groups: dict[Any, _TensorsByPath] = {}
     for where, leaf in leaves.items():
         groups.setdefault(where[0] if len(where) > 1 else None, {})[where] = leaf
-    models = [key for key in groups if isinstance(key, str) and _MODEL_KEY_PATTERN.match(key)]
+    models: list[Any] = [key for key in groups if isinstance(key, str) and _MODEL_KEY_PATTERN.match(key)]
     if not models:
         models = [key for key in groups if key is None or not _is_auxiliary_key(key)]
-        # Loose tensors beside a model's dict are a loss or a counter.
+        if None in groups and _is_state_dict(leaves):
+            merged = {where: leaf for where, leaf in leaves.items() if len(where) == 1 or where[0] in models}
+            groups, models = groups | {None: merged}, [None]
+        # A loose tensor beside models' dicts is a loss or a counter.
         models = [key for key in models if key is not None or len(models) == 1]
     found: dict[str, Tensor] = {}
+    read: set[tuple[Any, ...]] = set()
     for key in models:
         prefix, own = f"{key}." if len(models) > 1 else "", groups[key]
         names = strip_wrapper_names(".".join(map(str, where if key is None else where[1:])) for where in own)
         found |= {prefix + name: leaf for name, leaf in zip(names, own.values(), strict=True)}
-    others = [key for key in groups if key not in models and key is not None and not _is_auxiliary_key(key)]
-    unseen += [f"tensors under {key!r} were not read: they are not the model's" for key in others]
+        read |= own.keys()
+    unread = [where for where, leaf in leaves.items() if where not in read and not _is_training_state(where[0], leaf)]
+    if loose := [where[0] for where in unread if len(where) == 1]:
+        unseen.append(f"{quote(loose)} were not read: they stand beside the model's tensors")
+    keys = dict.fromkeys(where[0] for where in unread if len(where) > 1)
+    unseen += [f"tensors under {key!r} were not read: they are not the model's" for key in keys]
     return found
+
+
+def _is_state_dict(leaves: _TensorsByPath) -> bool:
+    """Return whether the top is one module's state_dict, in which extra state and packed weights are nested."""
+    loose = [where[0] for where in leaves if len(where) == 1 and not _is_auxiliary_key(where[0])]
+    keys = {where[0] for where in leaves}
+    return len(loose) > 1 or "_extra_state" in keys or any("." in str(key) for key in keys)
+
+
+def _is_training_state(key: object, leaf: Tensor) -> bool:
+    """Return whether a tensor is a counter, a number or a generator's state by its key and kind."""
+    has_numbers = leaf.numel() > 1 and (leaf.is_floating_point() or leaf.is_complex())
+    return _is_auxiliary_key(key) and not has_numbers
 
 
 def _is_auxiliary_key(key: object) -> bool:
@@ -390,14 +414,14 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
-    indices = sorted(path for path in files if path.name.endswith((".safetensors.index.json", ".bin.index.json")))
-    if indices:
-        return _open_sharded(indices[0])
+    indices = [path for path in files if path.name.endswith(".safetensors.index.json")]
+    torch_indices = [path for path in files if path.name.endswith(".bin.index.json")]
     weights = [path for path in files if not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)]
     tensors = [path for path in weights if path.suffix == ".safetensors"]
     saved = [path for path in weights if path.suffix in _TORCH_SUFFIXES]
-    for group in (tensors, saved):
-        known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
+    for group in (indices, torch_indices, tensors, saved):
+        # Variants, as model.fp16.safetensors, stand beside the file that loading takes.
+        known = [path for path in group if Path(path.name.removesuffix(".index.json")).stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:
             found = _open_file((known or group)[0])
             rest = [path.name for path in group if path not in (known[:1] or group)]
@@ -406,7 +430,8 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
             return found
         if group:
             names = quote(path.name for path in group)
-            raise ValueError(f"{folder} holds several checkpoints ({names}) and no index: give one of the files")
+            without = " and no index" if group in (tensors, saved) else ""
+            raise ValueError(f"{folder} holds several checkpoints ({names}){without}: give one of the files")
     inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     if inner:
         raise ValueError(f"{folder} is no checkpoint, but holds the folders {quote(inner)}: give one of them")
@@ -497,5 +522,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read as safetensors ({said}): it is truncated, damaged or of another kind; copy it "
             "again, or take another checkpoint"
         ) from None
-    names = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
-    return {name: file.get_tensor(name) for name in names}
+    found: dict[str, Tensor] = {}
+    for name in file.offset_keys() if hasattr(file, "offset_keys") else file.keys():
+        try:
+            found[name] = file.get_tensor(name)
+        except (SafetensorError, AttributeError) as error:  # a dtype without one of torch, or of a later torch
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"{path} holds {name!r} in {file.get_slice(name).get_dtype()}, which the installed safetensors and "
+                f"torch cannot read ({said}): save it in a dtype of torch, or install later versions of both"
+            ) from None
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ... import formats
 from ..._messages import name_type, quote
@@ -21,6 +23,7 @@ from ._inputs import (
     Schedule,
     TrainedTensor,
     compute_learning_rates,
+    convert_option_to_float,
     make_forecast_inputs,
     make_inputs_from_checkpoint,
     make_inputs_from_optimizer,
@@ -87,7 +90,8 @@ def forecast(
 
     Raises:
         TypeError: neither a module nor a state dict; neither an optimizer nor a number.
-        ValueError: an unknown schedule or optimizer, no steps, or nothing to train.
+        ValueError: an unknown schedule or optimizer, another optimizer's scheduler, an option or number of steps that
+            cannot be, no steps, or nothing to train.
         NotImplementedError: an optimizer whose updates cannot be known, or parameters that are no plain tensors.
 
     >>> norm = nn.LayerNorm(64).bfloat16()
@@ -99,6 +103,11 @@ def forecast(
     options = {name: value for name, value in given.items() if value is not None}
     if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
         raise ValueError(f"betas={betas!r}: give two numbers from 0 on and below 1, as (0.9, 0.999)")
+    for name, value in options.items():
+        if name != "betas":
+            _check_option(name, value)
+    if start is not None and not (isinstance(start, int) and not isinstance(start, bool) and start >= 0):
+        raise ValueError(f"start={start!r}: give the steps made so far, a whole number from 0 on")
     if isinstance(dtype, str):
         asked = formats.get(dtype)
         if asked.torch_dtype is None:
@@ -116,6 +125,7 @@ def forecast(
             raise ValueError(
                 f"{', '.join(options)}: the optimizer has its own; leave them out, or give a learning rate instead"
             )
+        _refuse_scheduler_of_other_optimizer(schedule, optimizer_or_lr)
         inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
     elif isinstance(model_or_state, nn.Module):
         inputs = make_forecast_inputs(weights, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype, {})
@@ -144,6 +154,27 @@ def _check_learning_rate(given: object) -> float:
     if not 0 <= given < float("inf"):
         raise ValueError(f"a learning rate of {given}: give a finite number from 0")
     return float(given)
+
+
+def _check_option(name: str, given: Any) -> None:
+    try:
+        number = convert_option_to_float(given)
+    except (TypeError, ValueError, RuntimeError):  # of words, and of tensors of several elements
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={given!r}: give a finite number from 0 on")
+
+
+def _refuse_scheduler_of_other_optimizer(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(schedule, LRScheduler):
+        return
+    own = find_inner_optimizer(schedule.optimizer)
+    # Optimizers that wrap another one share its groups.
+    if own is not optimizer and own.param_groups is not optimizer.param_groups:
+        raise ValueError(
+            f"the scheduler, {name_type(schedule)}, is of another optimizer, {name_type(own)}, than that given, "
+            f"{name_type(optimizer)}: give the scheduler that was made of the optimizer"
+        )
 
 
 def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start: int) -> Forecast:
