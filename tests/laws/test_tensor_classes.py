@@ -113,6 +113,14 @@ def test_logsumexp_and_softmax_of_infinite_rows_are_torchs(kind, rows):
         assert_near(operator(kind.encode(x)), operator(x.double()), kind.tolerance)
 
 
+@each
+@pytest.mark.parametrize("bounds", [(torch.nan, None), (None, torch.nan), (0.0, torch.nan), (torch.nan, 0.0)], ids=str)
+def test_a_bound_that_is_nan_gives_nan(kind, bounds):
+    x = kind.encode(torch.tensor([1.0, -2.0, torch.inf, torch.nan]))
+    assert value(x.clamp(*bounds)).isnan().all()
+    assert value(x.clamp(*(torch.tensor(b) if b is not None else b for b in bounds))).isnan().all()
+
+
 @pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
