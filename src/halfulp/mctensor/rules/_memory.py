@@ -18,7 +18,7 @@ from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_resu
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_collective_result, truncate_to_integers, write_value
+from .._write import convert_to_plain, copy_collective_result, write_value
 from ._comparison import apply_per_component, map_components
 
 # From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
@@ -37,9 +37,9 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
 
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
-    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor."""
+    """Convert to another device or to components of another dtype, as many as before; to others as a plain tensor."""
     if dtype is not None and dtype not in PRECISION_BY_DTYPE:
-        return truncate_to_integers(x, dtype).to(device=device)
+        return convert_to_plain(x, dtype).to(device=device)
     if wants_plain_result_from(x):
         return decode_to_plain(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
