@@ -1,5 +1,6 @@
 """Sums, products, quotients and roots of expansions against exact rationals; both engines, the same bits."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -10,7 +11,17 @@ from halfulp.arithmetic import compare, merge, pointwise, renormalize, split
 from halfulp.formats import get, round_exact
 from halfulp.kernels import engine, same_bits
 
-from .expansion_values import PRECISION, SMALLEST, assert_canonical, canonical, exact, opponent, stacked
+from .expansion_values import (
+    PRECISION,
+    SMALLEST,
+    assert_canonical,
+    canonical,
+    exact,
+    followed,
+    nearest,
+    opponent,
+    stacked,
+)
 
 COUNT = 400
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -202,3 +213,17 @@ def test_comparison_is_by_value(dtype, seed):
     zero, minus = torch.zeros(1, dtype=dtype), -torch.zeros(1, dtype=dtype)
     pairs = ((inf, zero), (zero, inf), (inf, inf), (nan, zero), (zero, minus))
     assert [int(compare((a,), (b,))) for a, b in pairs] == [1, -1, 0, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["reference", "auto"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_comparison_where_the_difference_overflows(dtype, n, name, seed):
+    top = math.frexp(torch.finfo(dtype).max)[1] - 1
+    heads = [torch.finfo(dtype).max, *(math.ldexp(m, top - k) for m in (1.0, 1.25) for k in (0, 1, 20))]
+    rows = [followed([sign * nearest(head, dtype)], n, dtype) for head in heads for sign in (1, -1)]
+    rows = [row for row in rows if abs(sum(map(Fraction, row))) <= Fraction(torch.finfo(dtype).max)]
+    x, y = (stacked(list(side), dtype) for side in zip(*itertools.product(rows, rows)))
+    wanted = [(a > b) - (a < b) for a, b in zip(exact(x), exact(y))]
+    with engine(name):
+        assert compare(x, y).tolist() == wanted

@@ -1,5 +1,7 @@
 """Law: quantize gives, for every format, rounding and dtype, the neighbour that an oracle without bits names."""
 
+import itertools
+import math
 from fractions import Fraction
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from halfulp.formats import Format, get, round_exact
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Stochastic, mix64, random_words
-from halfulp.rounding._target import count_random_bits, make_target
+from halfulp.rounding._target import FLOAT_DTYPES, count_random_bits, make_target
 
 from ..rounding.oracle import FORMATS, MODES, ROUNDED, all_of, inputs, oracle, random_patterns, rounded
 
@@ -50,6 +52,37 @@ def test_only_what_a_dtype_cannot_hold_is_refused():
     for format, mode, dtype in refused:
         assert not get(dtype).holds(format)
         assert rounded(torch.ones(2, dtype=dtype), format, mode) is None
+
+
+AT_THE_ENDS = [
+    Format("tiny", 4, 3, bias=40),  # its largest number is below float16's smallest
+    Format("far", 3, 10, bias=-35),  # its smallest number is beyond float16's largest
+    Format("far, without subnormals", 3, 10, bias=-35, subnormals=False),
+    Format("off", 3, 10, bias=-497),
+    Format("tiny for float32", 4, 3, bias=164),
+    Format("far for float32", 3, 24, bias=-200),
+    Format("last", 3, 12, bias=-8),  # its smallest number is float16's last spacing
+    Format("more digits", 3, 33, infinities=False, nan="negative_zero"),  # than the float that holds its largest number
+]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("format", AT_THE_ENDS, ids=lambda format: format.name)
+def test_beyond_the_ends_of_a_dtype_is_exact_or_refused(format, dtype):
+    held = get(dtype)
+    ends = (held.max, held.smallest_subnormal, format.max, format.smallest_normal, format.smallest_subnormal)
+    sizes = [0.0, 1.0, math.inf, math.nan, *(end * factor for end in ends for factor in (0.5, 0.7, 1.0, 1.1, 3.0))]
+    x = torch.tensor(sizes + [-size for size in sizes], dtype=torch.float64).to(dtype)
+    for mode, policy in itertools.product(EXACT_MODES, ("inf", "nan", "saturate")):
+        if policy == "inf" and not format.infinities:
+            continue
+        wanted = [round_exact(value, format, EXACT_MODES[mode], overflow=policy) for value in x.tolist()]
+        got = rounded(x, format, mode, policy)
+        if got is None:
+            assert not held.holds(format)
+        else:
+            assert same_bits(got.double(), torch.tensor(wanted, dtype=torch.float64)), (mode, policy)
+    assert rounded(x.double(), format, "up", "saturate") is not None
 
 
 @pytest.mark.sampled(2)

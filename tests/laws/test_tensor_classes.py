@@ -113,6 +113,14 @@ def test_logsumexp_and_softmax_of_infinite_rows_are_torchs(kind, rows):
         assert_near(operator(kind.encode(x)), operator(x.double()), kind.tolerance)
 
 
+@each
+@pytest.mark.parametrize("bounds", [(torch.nan, None), (None, torch.nan), (0.0, torch.nan), (torch.nan, 0.0)], ids=str)
+def test_a_bound_that_is_nan_gives_nan(kind, bounds):
+    x = kind.encode(torch.tensor([1.0, -2.0, torch.inf, torch.nan]))
+    assert value(x.clamp(*bounds)).isnan().all()
+    assert value(x.clamp(*(torch.tensor(b) if b is not None else b for b in bounds))).isnan().all()
+
+
 @pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
@@ -141,14 +149,34 @@ def test_running_statistics_are_torchs(kind, norm, momentum, seed):
 def test_inference_mode_changes_no_number(kind, seed):
     x, w = torch.randn(4, 8), torch.randn(3, 8)
 
-    def run() -> list[Tensor]:
-        a, b = kind.encode(x), kind.encode(w)
-        return [F.gelu(F.linear(a, b)), F.layer_norm(a, (8,)), (a * a).sum(1), a.softmax(1)]
+    def view(a: Tensor) -> list[Tensor]:
+        return [a.t(), a[0], a.view(-1), a.reshape(8, 4), a[None].expand(2, 4, 8), *a.chunk(2), *a, a.detach()]
 
-    plain = [value(result) for result in run()]
+    def run(a: Tensor, b: Tensor) -> list[Tensor]:
+        results = [F.gelu(F.linear(a, b)), F.layer_norm(a, (8,)), (a * a).sum(1), a.softmax(1), a @ b.t(), x @ b.t()]
+        return [value(result) for result in results + view(a)]
+
+    made = kind.encode(x), kind.encode(w)
+    plain = run(*made)
     with torch.inference_mode():
-        inside = [value(result) for result in run()]
-    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+        inside, outside = run(kind.encode(x), kind.encode(w)), run(*made)
+        views = view(made[0])
+    assert not any(one.is_inference() for one in views)
+    for results in (inside, outside):
+        assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True))
+
+
+@each
+def test_a_model_is_saved_in_inference_mode(kind, seed):
+    model = kind.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[1].weight = model[0].weight
+    wanted = model.state_dict()
+    with torch.inference_mode():
+        saved, made_inside = model.state_dict(), kind.convert(nn.Linear(4, 4)).state_dict()
+    assert made_inside
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[name], x) for name, x in wanted.items())
+    assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()
 
 
 OPTIONS = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from halfulp.formats import get, round_exact
 from halfulp.kernels import engine
 from halfulp.mctensor import MCTensor
 
@@ -123,3 +124,33 @@ def test_a_reduction_into_another_kind_of_number_is_refused():
         for dtype in (torch.int64, torch.complex64):
             with pytest.raises(TypeError, match="decode"):
                 function(x, dtype=dtype)
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+
+
+@pytest.mark.parametrize("name", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE], ids=str)
+def test_every_way_to_a_narrow_float_rounds_once(dtype, name, seed):
+    """Ties, and what lies so near to one that float32, or the first component, would make it one."""
+    ties = 1 + torch.randint(-31, 32, (200,)) / 16 + torch.randint(-8, 8, (200,)) / 512
+    values = ties.double() * 2.0 ** torch.randint(-6, 5, (200,)) * (1 + torch.randint(-1, 2, (200,)) * 2.0**-30)
+    x = MCTensor.encode(values, 4, dtype)
+    for target in (*NARROW, HALF, BRAIN):
+        with engine(name):
+            ways = [x.decode(target), torch.zeros(200, dtype=target).copy_(x)]
+            ways += [x.to(target)] if target in NARROW else []
+        wanted = [round_exact(value, get(target)) for value in exact(x)]
+        for found in ways:
+            assert found.dtype == target
+            assert found.double().tolist() == wanted
+
+
+@pytest.mark.parametrize("target", [torch.uint8, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64])
+def test_every_way_to_an_integer_truncates_the_sum(target):
+    top = 2 ** (8 * target.itemsize - target.is_signed)
+    near = [0, 1, 2, 100, top // 2 - 1, top // 2, top // 2 + 1, top - 3, top - 1]
+    wanted = [*near, *([-value for value in near] if target.is_signed else [])]
+    x = MCTensor.encode([Fraction(4 * value + (value > 0) - (value < 0), 4) for value in wanted], 3, DOUBLE)
+    for found in (x.to(target), torch.zeros(len(wanted), dtype=target).copy_(x)):
+        assert found.tolist() == wanted

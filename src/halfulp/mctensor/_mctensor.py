@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..arithmetic import PRECISION_BY_DTYPE, Parts, merge
+from ..arithmetic import PRECISION_BY_DTYPE, Parts, compare, merge
 from ..kernels import define_operator, hide_own_frames_from_compiler, is_under_transform, list_present_operators
 from ..subclass._composite_tensor import (
     CompositeTensor,
@@ -448,11 +448,21 @@ def rebuild_mctensor(
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as a plain tensor of a dtype, rounded once."""
-    if x._scale is None:
-        return merge(x._parts, dtype)
-    wide = convert_components_to_float64(x._parts, x._scale)
-    return wide[0].to(dtype) if len(wide) == 1 else merge(wide, dtype)
+    """Return the value as a plain tensor of a floating-point dtype, rounded once."""
+    parts = x._parts if x._scale is None else convert_components_to_float64(x._parts, x._scale)
+    if dtype.is_floating_point and dtype not in PRECISION_BY_DTYPE:
+        return _round_to_odd_float32(parts).to(dtype)
+    if x._scale is not None and len(parts) == 1 and dtype == torch.float64:
+        return parts[0]
+    return merge(parts, dtype)
+
+
+def _round_to_odd_float32(parts: Parts) -> Tensor:
+    """Return a sum as float32 that are odd where it lies between two: rounded again, they give the sum rounded once."""
+    near = merge(parts, torch.float32)
+    side = compare(parts, (near,))
+    odd = torch.nextafter(near, torch.full_like(near, torch.inf).copysign(side))
+    return torch.where((side.abs() == 1) & (near.view(torch.int32) % 2 == 0), odd, near)
 
 
 def round_to_plain(x: MCTensor) -> Tensor:

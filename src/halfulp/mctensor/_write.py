@@ -16,6 +16,7 @@ from ._result_type import ResultType, count_float64_components, to_components
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _RESCALED_BELOW_BINADES = 8
+_DTYPES_WITHOUT_SUM = (torch.uint16, torch.uint32, torch.uint64)  # in torch
 
 
 def copy_collective_result(x: Tensor, value: Tensor) -> None:
@@ -84,20 +85,32 @@ def write_value(x: Tensor, value: Any) -> Tensor:
         parts = to_components(value, x.device)
         return write_components(x, parts, lambda: parts[0])
     check_shape(x, value.shape)
-    plain = decode_to_plain(value, x.dtype) if x.dtype.is_floating_point else truncate_to_integers(value, x.dtype)
-    return x.copy_(plain)
+    return x.copy_(convert_to_plain(value, x.dtype))
 
 
-def truncate_to_integers(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as integers, truncated toward zero, or as booleans."""
+def convert_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
+    """Return the value as a plain tensor: floats rounded once, integers truncated toward zero, or booleans."""
+    if dtype.is_floating_point:
+        return decode_to_plain(x, dtype)
     if dtype == torch.bool:
         return x._parts[0] != 0
     if dtype.is_complex:
         raise TypeError(
             f"an MCTensor is real and {dtype} is not: torch.complex(x.decode(), zeros) makes one of its value"
         )
-    first, *rest = to_components(torch.trunc(x), x.device)
+    parts = to_components(torch.trunc(x), x.device)
+    if dtype in _DTYPES_WITHOUT_SUM:
+        return sum(map(_reduce_modulo_64_bits, parts)).to(dtype)  # type: ignore[union-attr]  # int only of no parts
+    first, *rest = parts
     return sum((part.to(dtype) for part in rest), first.to(dtype))
+
+
+def _reduce_modulo_64_bits(integers: Tensor) -> Tensor:
+    """Return float integers modulo 2^64 as int64."""
+    # By halves: torch's conversion of what int64 does not hold differs between processors.
+    wide = integers.double()
+    high = torch.floor(wide * 2.0**-32)
+    return (high.long() << 32) + (wide - high * 2.0**32).long()
 
 
 def check_takes_fractions(x: Tensor) -> None:

@@ -59,11 +59,12 @@ def _check_range(format: Format, rounding: Rounding, policy: str, dtype: torch.d
             f"{format.name} has normal numbers below 2^-1022, which are subnormal in float64: take a smaller bias"
         )
     held = get(dtype)
-    finer = format.mantissa_bits >= held.mantissa_bits
+    top_spacing = 2.0 ** (held.emax - held.mantissa_bits)
+    finer = format.mantissa_bits >= held.mantissa_bits and format.smallest_subnormal <= top_spacing
     beyond = format.max > held.max and not (finer and policy != "saturate")
     gives_max = policy == "saturate" or rounding.name in ("toward_zero", "up", "down")
     if gives_max and format.max <= held.max:
-        beyond = format.max % 2.0 ** (format.emax - held.mantissa_bits) != 0
+        beyond = format.max % max(2.0 ** (format.emax - held.mantissa_bits), held.smallest_subnormal) != 0
     below = not format.zero and format.smallest_normal < held.smallest_subnormal
     if beyond or below:
         name = str(dtype).removeprefix("torch.")
@@ -143,8 +144,10 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
     """Return the path and the words of a target."""
     sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
-    greatest = float(np.finfo(np.float32 if layout.width == 32 else np.float64).max)
-    largest = infinity - 1 if target.max > greatest else layout.get_float_bits(target.max)
+    real = np.float32 if layout.width == 32 else np.float64
+    largest = infinity - 1
+    if target.max <= float(np.finfo(real).max):  # toward zero: what the word rounds up to overflows
+        largest = layout.get_float_bits(target.max) - (float(real(target.max)) > target.max)
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
     highest, tiny = max(0, base - lost), target.tiny_exponent

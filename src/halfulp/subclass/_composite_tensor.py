@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -117,6 +118,14 @@ class CompositeTensor(torch.Tensor):
 def list_plain_tensors(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold a tensor's value together, or the tensor itself."""
     return x._list_plain_tensors() if isinstance(x, CompositeTensor) else [x]
+
+
+def allow_views(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which x can be viewed: outside of inference mode, unless x was made inside."""
+    # torch gives a view the version counter of what it views; tensors made inside have none, and others one.
+    if torch.is_inference_mode_enabled() and not x.is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 def owns_all_memory(x: Tensor) -> bool:

@@ -100,7 +100,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
 
 def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
     order = compare_three_way(x, bound)
-    return (order == side) | ((order == 2) & ~find_nans(x)) if isinstance(bound, Tensor) else order == side
+    return (order == side) | ((order == 2) & ~find_nans(x))
 
 
 implements(aten.clamp_min.default, aten.clamp_min.Tensor)(lambda x, min: clamp(x, min=min))

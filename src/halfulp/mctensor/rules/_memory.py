@@ -12,12 +12,13 @@ from torch._ops import OpOverload
 from ...arithmetic import PRECISION_BY_DTYPE
 from ...kernels import require_float64
 from ...subclass._collectives import register_collectives
+from ...subclass._composite_tensor import allow_views
 from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_result_from
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_collective_result, truncate_to_integers, write_value
+from .._write import convert_to_plain, copy_collective_result, write_value
 from ._comparison import apply_per_component, map_components
 
 # From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
@@ -36,9 +37,9 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
 
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
-    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor."""
+    """Convert to another device or to components of another dtype, as many as before; to others as a plain tensor."""
     if dtype is not None and dtype not in PRECISION_BY_DTYPE:
-        return truncate_to_integers(x, dtype).to(device=device)
+        return convert_to_plain(x, dtype).to(device=device)
     if wants_plain_result_from(x):
         return decode_to_plain(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
@@ -213,10 +214,11 @@ def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> 
     """View every component."""
     if wants_plain_result_from(x):
         return operator(round_to_plain(x), *arguments, **options)
-    parts = tuple(operator(part, *arguments, **options) for part in x._parts)
-    if isinstance(parts[0], Tensor):
-        return wrap_components(parts, x._scale, x._gradients)
-    return [wrap_components(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
+    with allow_views(x):
+        parts = tuple(operator(part, *arguments, **options) for part in x._parts)
+        if isinstance(parts[0], Tensor):
+            return wrap_components(parts, x._scale, x._gradients)
+        return [wrap_components(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
 
 @implements(aten.detach.default)
@@ -224,7 +226,8 @@ def detach(x: MCTensor) -> Tensor:
     """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
     if is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).detach()
-    return wrap_components(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+    with allow_views(x):
+        return wrap_components(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 
 @implements_each(aten.is_same_size.default, aten._has_same_storage_numel.default)

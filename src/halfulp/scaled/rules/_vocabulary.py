@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from ..._names import describe_unknown_name
 from ...kernels import list_present_operators
 from ...kernels._plain_memory import is_floating
+from ...subclass._composite_tensor import allow_views
 from ...subclass._derivation import aten
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -321,10 +322,8 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
         payload, scale, dtype = x._payload, x._scale, x.dtype
         # torch does not call _unsafe_view one, as autograd need not know; it shares the memory that kron(out=) writes.
         if operator.is_view or operator is aten._unsafe_view.default:
-            if torch.is_inference_mode_enabled() and not x.is_inference():
-                with torch.inference_mode(False):  # a view of what is no inference tensor must not be one
-                    return move(operator, x, *arguments, **options)
-            return map_tree(lambda p: wrap_payload(p, scale, dtype), operator(payload, *arguments, **options))
+            with allow_views(x):
+                return map_tree(lambda p: wrap_payload(p, scale, dtype), operator(payload, *arguments, **options))
         if payload.dtype not in EIGHT_BIT_DTYPES:
             return map_tree(lambda p: wrap_payload(p, scale.clone(), dtype), operator(payload, *arguments, **options))
         # torch has no kernels for eight-bit floats.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import name_type, quote
-from .._composite_tensor import list_plain_tensors
+from .._composite_tensor import allow_views, list_plain_tensors
 
 _C: Any = torch._C
 _LOADED_NAMES_ATTRIBUTE = "_halfulp_loaded"
@@ -127,7 +127,8 @@ def _save_auxiliary_tensors(
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
         if layout is not None and value is not parameter and isinstance(value, layout.kind):
-            state_dict.update(_share_tied_memory(layout.entries(name, value), name, parameter, state_dict))
+            with allow_views(parameter):
+                state_dict.update(_share_tied_memory(layout.entries(name, value), name, parameter, state_dict))
         else:
             state_dict[name] = value
 
@@ -138,6 +139,8 @@ def _share_tied_memory(
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict."""
     # Savers that write shared memory once (transformers) would else write the values under both names and what stands
     # beside them under one, and the values alone would be loaded last.
+    if parameter.is_inference():  # counts no writes
+        return entries
     first, *noted = parameter.__dict__.get(FIRST_SAVED_NAME_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
     if first != name and noted == [id(state_dict), id(known), known._version, parameter._version]:
