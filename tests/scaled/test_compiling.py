@@ -193,3 +193,13 @@ def test_plain_operands_have_the_same_values_in_a_graph(seed):
         assert (found - wanted)[small].norm() <= 2e-3 * wanted[small].norm(), kind
         assert (found[~small] < -100).all(), kind
     assert _graphs() == 1
+
+
+def test_what_full_like_made_decides_nothing_in_a_graph():
+    x, keep = ScaledTensor.encode(torch.tensor([0.5, 0.75])), torch.tensor([True, False])
+    for number in (-1e9, -1e30, torch.finfo(torch.float32).min):
+        for fill in (torch.full_like, lambda a, number: a.new_full((1,), number)):
+            run = lambda a, fill=fill, number=number: torch.where(keep, a, fill(a, number))  # noqa: E731
+            masked = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+            assert masked[0].item() == 0.5
+            assert masked[1].item() <= -128

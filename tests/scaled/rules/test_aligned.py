@@ -215,3 +215,35 @@ def test_a_second_moment_is_zero_only_where_its_root_is(seed):
     root = ScaledTensor.encode(torch.cat([torch.randn(8), torch.randn(8) * 2.0**-20, torch.zeros(2)]))
     moment = torch.addcmul(torch.zeros_like(root), root, root, value=1e-3)
     assert torch.equal(moment.decode() > 0, root.decode() != 0)
+
+
+@pytest.mark.parametrize("number", [2e7, -2e7, 1e9])
+def test_one_large_scaled_number_is_data(number):
+    large, tiny = (ScaledTensor.encode(torch.tensor(x)) for x in (number, 1.0))
+    for joined in (torch.stack([large, tiny]), torch.cat([large.view(1), tiny.view(1)])):
+        assert joined[0].item() == pytest.approx(number, rel=1e-3)
+        assert joined[1].item() == (1.0 if abs(number) < 1e9 else pytest.approx(0.0, abs=64.0))
+    choose = torch.maximum if number > 0 else torch.minimum
+    assert choose(large, tiny).item() == pytest.approx(number, rel=1e-3)
+    assert torch.where(torch.tensor(True), large, tiny).item() == pytest.approx(number, rel=1e-3)
+
+
+def test_equal_large_scaled_numbers_are_a_mask_if_negative():
+    few = ScaledTensor.encode(torch.tensor([0.5, 0.75]))
+    for number in (1e9, 1e30):
+        filled = ScaledTensor.encode(torch.full((2,), number))
+        assert torch.maximum(filled, few).tolist() == pytest.approx([number] * 2, rel=1e-3)
+        masked = torch.where(torch.tensor([True, False]), few, -filled)
+        assert masked[0].item() == 0.5
+        assert masked[1].item() <= -128
+
+
+@pytest.mark.parametrize("number", [-1e9, 1e9, -1e30, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max])
+def test_one_number_that_full_like_made_is_a_mask_until_it_is_written(number):
+    few = ScaledTensor.encode(torch.tensor([[0.5, 0.75]]))
+    for made in (few.new_full((), number), few.new_full((1, 1), number), torch.full_like(few[:, :1], number)):
+        assert torch.where(torch.tensor([True, False]), few, made)[0, 0].item() == 0.5
+        if made.dim():
+            assert torch.cat([few, made], 1)[0, :2].tolist() == [0.5, 0.75]
+        made.copy_(torch.tensor(-2e7))
+        assert torch.where(torch.tensor([True, False]), few, made)[0, 1].item() == pytest.approx(-2e7, rel=1e-3)

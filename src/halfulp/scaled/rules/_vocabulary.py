@@ -183,7 +183,7 @@ def round_root_to_power(count: int) -> float:
 
 
 # Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
-_LARGE_CONSTANT = 2.0**12
+LARGE_CONSTANT = 2.0**12
 
 
 def is_constant(x: Any) -> bool:
@@ -198,7 +198,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     like, storage = find_scaled_tensor(operands), choose_storage(operands)
     tensors = {i: encode_ignoring_outliers(x, like) for i, x in enumerate(operands) if not is_constant(x)}
     constants = {i: encode_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
-    filled = {i for i, x in tensors.items() if is_filled_with_large_number(x)}
+    filled = {i for i, x in tensors.items() if _is_filled_as_mask(x, operands[i])}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
     scale = _powers.choose_common_scale(*(x._scale for x in tensors.values()))
@@ -211,13 +211,18 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     return [payloads[i] for i in range(len(operands))], scale
 
 
-def is_filled_with_large_number(x: ScaledTensor) -> bool:
-    """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
+def _is_filled_as_mask(x: ScaledTensor, given: Any) -> bool:
+    """Return whether an operand is one large number everywhere, as torch.full_like(x, -1e9) is."""
+    # Scaled numbers may be data, such as a loss: if `full_like` did not make them, they are several and negative. What
+    # it made is known where numbers cannot be read; others count as data there.
     scale = _powers.read_scale(x._scale)
-    if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.has_readable_values(x._payload) or not x.numel():
+    if scale is None or not _powers.has_readable_values(x._payload):
+        return x._is_filled_as_mask and x.numel() > 0
+    if scale < LARGE_CONSTANT / 2**16 or not x.numel():
         return False
-    low, high = (bound.item() for bound in torch.aminmax(get_float32_payload(x).abs()))
-    return low * scale >= _LARGE_CONSTANT and high == low
+    low, high = (bound.item() * scale for bound in torch.aminmax(get_float32_payload(x)))
+    is_mask = not isinstance(given, ScaledTensor) or x._is_filled_as_mask or (low < 0 and x.numel() > 1)
+    return is_mask and low == high and abs(low) >= LARGE_CONSTANT
 
 
 def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
@@ -234,7 +239,7 @@ def _choose_scale_of_zeros(
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
     own = _powers.take_largest_scale(*(c._scale for c in constants))
     roomy = _powers.take_largest_scale(*(_find_scale_for_constant(c, storage) for c in constants)).clamp(min=1.0)
-    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE_CONSTANT, own, roomy), otherwise)
+    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < LARGE_CONSTANT, own, roomy), otherwise)
 
 
 def _find_scale_for_constant(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
@@ -268,7 +273,7 @@ def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
         if own == _powers.ZERO_SCALE:
             powers = {c: _powers.round_number_to_power(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [
-                p if p < _LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
+                p if p < LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
             ]
         own = max([own, *needed])
         scale = torch.full((), own, dtype=torch.float32, device="cpu")
