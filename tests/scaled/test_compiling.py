@@ -193,3 +193,34 @@ def test_plain_operands_have_the_same_values_in_a_graph(seed):
         assert (found - wanted)[small].norm() <= 2e-3 * wanted[small].norm(), kind
         assert (found[~small] < -100).all(), kind
     assert _graphs() == 1
+
+
+def test_a_huge_scale_of_data_decides_in_a_graph():
+    add = torch.compile(lambda a, b: a + b, backend="aot_eager", fullgraph=True)
+    for values, others in (([1e30, -3e30], [1e-25, 1e-25]), ([1.0, 2.0], [-1e30, -3e30]), ([2e7, 1.0], [1.0, 2e7])):
+        x, y = (ScaledTensor.encode(torch.tensor(v)) for v in (values, others))
+        assert torch.allclose(add(x, y).decode(), torch.tensor(values) + torch.tensor(others), rtol=1e-3)
+    assert _graphs() == 1
+    subtract = torch.compile(lambda a: a - 1e-8, backend="aot_eager", fullgraph=True)
+    x = ScaledTensor.encode(torch.tensor([1e30, 4.5e30]), torch.float32)
+    assert torch.allclose(subtract(x).decode(), x.decode())
+
+
+def test_masks_of_scaled_tensors_decide_nothing_in_a_graph():
+    add = torch.compile(lambda a, b: a + b, backend="aot_eager", fullgraph=True)
+    mask = torch.tensor([0.0, 0.0, torch.finfo(torch.float32).min, -3e38])
+    for size in (1.0, 1e-6):
+        scores = torch.tensor([1.0, 2.0, 3.0, 4.0]) * size
+        masked = add(*map(ScaledTensor.encode, (scores, mask)))
+        assert (masked.decode()[2:] <= -128).all()
+        assert torch.allclose(masked.decode()[:2], scores[:2], rtol=1e-2)
+
+
+def test_what_full_like_made_decides_nothing_in_a_graph():
+    x, keep = ScaledTensor.encode(torch.tensor([0.5, 0.75])), torch.tensor([True, False])
+    for number in (-1e9, -1e30, torch.finfo(torch.float32).min):
+        for fill in (torch.full_like, lambda a, number: a.new_full((1,), number)):
+            run = lambda a, fill=fill, number=number: torch.where(keep, a, fill(a, number))  # noqa: E731
+            masked = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+            assert masked[0].item() == 0.5
+            assert masked[1].item() <= -128

@@ -1,11 +1,13 @@
 """Kernels on payloads and scales: as the reference under Triton's interpreter, and down to machine code."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 import halfulp as hu
+from halfulp.kernels import same_bits
 from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_triton_module
 from halfulp.scaled import _fused as fused
@@ -48,6 +50,26 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
     assert not [str(warning.message) for warning in recwarn.list]
 
 
+@pytest.mark.parametrize("storage", KINDS, ids=str)
+def test_a_sum_takes_the_larger_scale_but_not_a_masks(storage, benchmark_module):
+    launches = benchmark_module("_gpu._launches")
+
+    def add(power, other):
+        zero, mask = torch.tensor([0.0, 0.0]), torch.tensor([0.0, -1.0])
+        with launches.blind(), launches.fused_kernels():
+            x, y = (hu.ScaledTensor(p.to(storage), 2.0**k) for p, k in ((zero, power), (mask, other)))
+            found = x + y
+            assert same_bits((y + x).scale, found.scale)
+        return math.log2(found.scale.item()), found.decode()[1].item()
+
+    assert add(-20, 101) == (101, -(2.0**101))
+    assert add(-126, 127) == (127, -(2.0**127))  # zeros of any scale
+    assert add(126, 127) == (127, -(2.0**127))
+    assert add(3, 127)[0] == 3
+    for power in (3, -20, -120):
+        assert add(power, 127)[1] <= -128
+
+
 @pytest.mark.parametrize("storage", ["float16", "fp8 products"])
 def test_kernels_give_a_model_the_gradients_of_plain_torch(interpreted, benchmark_module, storage):
     launches = benchmark_module("_gpu._launches")
@@ -84,7 +106,7 @@ def _kernels() -> list[fused.FusedKernel]:
         found.append(fused._make_multiplying_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
         keep, both = to in (torch.float16, torch.float8_e5m2), (torch.float16, of)
         found.append(
-            fused.FusedKernel("add", fused.choose_sum_scale, fused.add_rescaled_elements, (2, 1, 1), both, to, keep)
+            fused.FusedKernel("add", fused.choose_sum_scale, fused.add_rescaled_elements, (2, 2, 1), both, to, keep)
         )
     return found
 

@@ -33,7 +33,8 @@ from ..rounding._device_functions import (
 )
 from . import _powers_of_two as _powers
 
-SMALLEST_SCALE, LARGEST_SCALE, HUGE_SCALE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
+SMALLEST_SCALE, LARGEST_SCALE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE
+HUGE_SCALE, MASK_SCALE = _powers.HUGE_SCALE, _powers.MASK_SCALE
 INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
 LEAST_MANTISSA_ROUNDED_UP = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
@@ -116,11 +117,13 @@ SCALE_FUNCTION_BY_MULTIPLY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
-def choose_sum_scale(scales, sign):
-    """Device function: the larger of two scales, which no outlier decides, and both factors."""
+def choose_sum_scale(scales, sign, least):
+    """Device function: the larger of two scales, but no mask's beside another and a least one, and both factors."""
     a, b = scales
-    usual = take_larger_number(select(a < HUGE_SCALE, a, SMALLEST_SCALE), select(b < HUGE_SCALE, b, SMALLEST_SCALE))
-    scale = select(usual == SMALLEST_SCALE, take_larger_number(a, b), usual)
+    largest = take_larger_number(a, b)
+    usual = take_larger_number(select(a < MASK_SCALE, a, SMALLEST_SCALE), select(b < MASK_SCALE, b, SMALLEST_SCALE))
+    held = take_larger_number(usual, take_smaller_number(largest, least))
+    scale = select(usual == SMALLEST_SCALE, largest, held)
     return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
 
@@ -153,7 +156,7 @@ def multiply_by_factors(values, factors, number, factor):
     return made
 
 
-def add_rescaled_elements(values, factors, sign):
+def add_rescaled_elements(values, factors, sign, least):
     """Device function: a sum under a common scale, and whether both numbers have one sign."""
     u, v = values[0] * factors[0], values[1] * factors[1] * sign
     total = u + v
@@ -377,10 +380,11 @@ def add_payloads(
 ) -> tuple[Tensor, Tensor]:
     """Return x + sign y of an elementwise pair of payloads, under the larger scale, rounded once, and the scale.
 
-    No outlier, which stands for infinity, decides the scale. With `keep`, sums of numbers of one sign do not become 0.
+    No mask decides the scale. With `keep`, sums of numbers of one sign do not become 0.
     """
-    kernel = FusedKernel("add", choose_sum_scale, add_rescaled_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
-    payload, scale = _run_fused_kernel(kernel, (x, y), (sx, sy), (sign,))
+    kernel = FusedKernel("add", choose_sum_scale, add_rescaled_elements, (2, 2, 1), (x.dtype, y.dtype), storage, keep)
+    numbers = sign, _powers.find_least_scale_beside_mask(storage)
+    payload, scale = _run_fused_kernel(kernel, (x, y), (sx, sy), numbers)
     return payload, scale
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
 from . import _fused as fused
 from . import _powers_of_two as _powers
+from ._powers_of_two import LEAST_OUTLIER_CLAMP_LIMIT
 from ._registry import (
     EIGHT_BIT_DTYPES,
     FAMILY_BY_NAME,
@@ -172,8 +173,6 @@ def split_off_power_of_two(value: Any) -> tuple[Any, float]:
 LEAST_OUTLIER = 2.0**24
 # Narrower ranges hold less beside other numbers.
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
-# The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
-LEAST_OUTLIER_CLAMP_LIMIT = 128.0
 
 
 def has_no_outlier(x: Tensor, size: float, is_negative: bool = True) -> bool:

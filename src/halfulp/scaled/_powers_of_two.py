@@ -18,10 +18,14 @@ POWER_ROUNDINGS = get_args(PowerRounding)
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# Scales from here on belong to numbers that stand for infinity, such as a mask's 1e38.
+# Scales from here on may belong to numbers that stand for infinity, such as a mask's 1e38.
 HUGE_SCALE = 2.0**100
+# From here on they do where numbers cannot be looked at: they lie next to float32's largest.
+MASK_SCALE = 2.0**126
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
 ZERO_SCALE = SMALLEST_SCALE
+# The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
+LEAST_OUTLIER_CLAMP_LIMIT = 128.0
 
 _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
@@ -129,23 +133,29 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
     return result.clone() if len(scales) == 1 else materialize_traced_scale(result)
 
 
-def choose_common_scale_value(values: Sequence[float]) -> float:
-    """Return the largest of scales' values, but not those of outliers, such as a mask's 1e38, if there are others."""
-    others = [value for value in values if ZERO_SCALE < value < HUGE_SCALE]
-    return max(others or values)
+def find_least_scale_beside_mask(storage: torch.dtype) -> float:
+    """Return the least scale under which a storage holds what a mask's numbers may saturate to."""
+    # Where numbers cannot be looked at, payloads are multiplied by 2^100 at most.
+    largest = min(torch.finfo(storage).max, HUGE_SCALE)
+    return round_number_to_power(LEAST_OUTLIER_CLAMP_LIMIT / largest, "up")
 
 
-def choose_common_scale(*scales: Tensor) -> Tensor:
-    """Return the scale of `choose_common_scale_value`, computed on tensors where values cannot be read for free."""
-    values: list[Any] = [read_scale(scale) for scale in scales]
-    if None not in values:
-        return torch.tensor(choose_common_scale_value(values), dtype=torch.float32, device="cpu")
-    if len(scales) > 1 and is_untraced(scales[0]) and len({scale.device for scale in scales}) == 1:
-        held = torch.stack(scales)
-        usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
-        return torch.where(usual == ZERO_SCALE, held.amax(), usual)
-    scale = take_largest_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
-    return materialize_traced_scale(torch.where(scale == ZERO_SCALE, take_largest_scale(*scales), scale))
+def choose_common_scale_value(values: Sequence[float], are_masks: Sequence[bool], least: float) -> float:
+    """Return the largest of scales' values, but not masks' if there are others: beside one at least a `least` one."""
+    others = [value for value, is_mask in zip(values, are_masks) if value > ZERO_SCALE and not is_mask]
+    return max(*others, min(least, max(values))) if others else max(values)
+
+
+def choose_common_scale(scales: Sequence[Tensor], limits: Sequence[float], least: float) -> Tensor:
+    """Return the scale of `choose_common_scale_value` on tensors, where scales from a limit on are masks'."""
+    if len({scale.device for scale in scales}) == len(set(limits)) == 1 < len(scales) and is_untraced(scales[0]):
+        held = torch.stack(list(scales))
+        usual, largest = torch.where(held < limits[0], held, ZERO_SCALE).amax(), held.amax()
+    else:
+        usual = take_largest_scale(*(torch.where(s < limit, s, ZERO_SCALE) for s, limit in zip(scales, limits)))
+        largest = take_largest_scale(*scales)
+    scale = torch.where(usual == ZERO_SCALE, largest, torch.maximum(usual, largest.clamp(max=least)))
+    return materialize_traced_scale(scale)
 
 
 def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:

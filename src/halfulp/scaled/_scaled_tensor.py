@@ -69,6 +69,7 @@ class ScaledTensor(CompositeTensor):
     _payload: Tensor
     _scale: Tensor
     _home: torch.dtype | None = None
+    _is_filled_as_mask = False  # by full_like or new_full, with one large number, and not written since
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"

@@ -215,3 +215,71 @@ def test_a_second_moment_is_zero_only_where_its_root_is(seed):
     root = ScaledTensor.encode(torch.cat([torch.randn(8), torch.randn(8) * 2.0**-20, torch.zeros(2)]))
     moment = torch.addcmul(torch.zeros_like(root), root, root, value=1e-3)
     assert torch.equal(moment.decode() > 0, root.decode() != 0)
+
+
+@pytest.mark.parametrize("number", [2e7, -2e7, 1e9, -1e30])
+def test_one_large_scaled_number_is_data(number):
+    large, tiny = (ScaledTensor.encode(torch.tensor(x)) for x in (number, 1.0))
+    for joined in (torch.stack([large, tiny]), torch.cat([large.view(1), tiny.view(1)])):
+        assert joined[0].item() == pytest.approx(number, rel=1e-3)
+        assert joined[1].item() == (1.0 if abs(number) < 1e9 else pytest.approx(0.0, abs=64.0))
+    choose = torch.maximum if number > 0 else torch.minimum
+    assert choose(large, tiny).item() == pytest.approx(number, rel=1e-3)
+    assert torch.where(torch.tensor(True), large, tiny).item() == pytest.approx(number, rel=1e-3)
+
+
+def test_equal_large_scaled_numbers_are_a_mask_if_negative():
+    few = ScaledTensor.encode(torch.tensor([0.5, 0.75]))
+    for number in (1e9, 1e30):
+        filled = ScaledTensor.encode(torch.full((2,), number))
+        assert torch.maximum(filled, few).tolist() == pytest.approx([number] * 2, rel=1e-3)
+        masked = torch.where(torch.tensor([True, False]), few, -filled)
+        assert masked[0].item() == 0.5
+        assert masked[1].item() <= -128
+
+
+@pytest.mark.parametrize("number", [-1e9, 1e9, -1e30, torch.finfo(torch.float32).min, torch.finfo(torch.float32).max])
+def test_one_number_that_full_like_made_is_a_mask_until_it_is_written(number):
+    few = ScaledTensor.encode(torch.tensor([[0.5, 0.75]]))
+    for made in (few.new_full((), number), few.new_full((1, 1), number), torch.full_like(few[:, :1], number)):
+        assert torch.where(torch.tensor([True, False]), few, made)[0, 0].item() == 0.5
+        if made.dim():
+            assert torch.cat([few, made], 1)[0, :2].tolist() == [0.5, 0.75]
+        made.copy_(torch.tensor(-2e7))
+        assert torch.where(torch.tensor([True, False]), few, made)[0, 1].item() == pytest.approx(-2e7, rel=1e-3)
+
+
+HUGE_PAIRS = {
+    "tiny": ([1e30, -3e30], [1e-25, 1e-25]),
+    "beside zeros": ([1e30, -3e30, 0.0], [1e-25, 1e-25, 1.0]),
+    "of two numbers": ([-1e30, -3e30], [1.0, 1.0]),
+    "negative": ([-3e38, -3e38], [1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float32, torch.float8_e5m2])
+@pytest.mark.parametrize("name", HUGE_PAIRS)
+def test_a_huge_scale_of_data_decides(name, storage):
+    values, others = map(torch.tensor, HUGE_PAIRS[name])
+    x, y = ScaledTensor.encode(values, storage), ScaledTensor.encode(others, storage)
+    found = [x + y, x - y, x - 1e-8]
+    if name != "negative":  # equal numbers are a mask where one is chosen
+        found += [torch.cat([x, y])[: len(values)], torch.where(torch.ones(len(values), dtype=torch.bool), x, y)]
+    for total in found:  # a sum of positive numbers is kept from zero
+        assert torch.allclose(total.decode(), values, rtol=0.2 if storage == torch.float8_e5m2 else 1e-3, atol=1e26)
+
+
+@pytest.mark.parametrize("number", [-1e30, -3e38, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(
+    "storage", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn]
+)
+def test_an_encoded_mask_saturates_beside_scores_of_any_size(number, storage):
+    mask = torch.tensor([0.0, 0.0, number, number])
+    for size in (1.0, 1e-3, 1e-6, 1e-30):
+        scores = torch.tensor([1.0, 2.0, 3.0, 4.0]) * size
+        x, m = ScaledTensor.encode(scores, storage), ScaledTensor.encode(mask, storage)
+        wanted = (scores + mask).softmax(0)
+        for masked in (x + m, torch.where(mask == 0, x, m), x.clone().add_(m)):
+            assert (masked.decode()[2:] <= -128).all()
+            assert torch.allclose(masked.softmax(0).decode(), wanted, atol=2e-2)
+    assert (torch.zeros_like(x) + m).tolist() == m.tolist()

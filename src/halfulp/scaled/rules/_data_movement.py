@@ -22,7 +22,14 @@ from .._registry import EIGHT_BIT_DTYPES, LOGICAL_DTYPES, implements, implements
 from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap_payload
 from .._write import refuse_vanishing_indexed_write, write_values
 from ._aligned import move_power_of_factor_to_scale
-from ._vocabulary import align_with_constants, decode_value, encode_results, is_constant, make_scaled_results
+from ._vocabulary import (
+    LARGE_CONSTANT,
+    align_with_constants,
+    decode_value,
+    encode_results,
+    is_constant,
+    make_scaled_results,
+)
 
 
 def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
@@ -42,7 +49,10 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
-    return wrap_payload(payload, scale, plain.dtype)
+    made = wrap_payload(payload, scale, plain.dtype)
+    if finite and abs(value) >= LARGE_CONSTANT:
+        made._is_filled_as_mask = True
+    return made
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.

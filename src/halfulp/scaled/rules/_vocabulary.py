@@ -30,12 +30,12 @@ from ...kernels import list_present_operators
 from ...kernels._plain_memory import is_floating
 from ...subclass._composite_tensor import allow_views
 from ...subclass._derivation import aten
+from ...subclass._rule_table import mark_outliers
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     LEAST_OUTLIER,
     LEAST_OUTLIER_BY_STORAGE,
-    LEAST_OUTLIER_CLAMP_LIMIT,
     bring_payload_under_scale,
     choose_product_storage,
     choose_storage,
@@ -49,6 +49,7 @@ from .._operands import (
     promote_dtypes,
     saturate_outliers,
 )
+from .._powers_of_two import LEAST_OUTLIER_CLAMP_LIMIT
 from .._registry import EIGHT_BIT_DTYPES, FAMILY_BY_NAME, FULL_RANGE_STORAGES, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload, wrap_payload
 
@@ -142,19 +143,41 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
     like = find_scaled_tensor(operands)
     tensors = [encode_operand(x, like) for x in operands]
     storage, dtype = choose_storage(operands), promote_dtypes(operands)
-    values: list[Any] = [_powers.read_scale(x._scale) for x in tensors]
-    if None in values:
-        scale = _powers.choose_common_scale(*(x._scale for x in tensors))
+    scale, values = _choose_common_scale(tensors, operands, storage)
+    largest = _powers.read_scale(scale)
+    if largest is None or None in values:
         payloads = [bring_payload_under_scale(x, scale) for x in tensors]
     else:
-        largest = _powers.choose_common_scale_value(values)
-        scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
         payloads = [
             _powers.multiply_without_overflow(get_float32_payload(x), value / largest)
             for x, value in zip(tensors, values)
         ]
     payloads = [_clamp_outliers(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
     return payloads, scale, storage, dtype
+
+
+def _choose_common_scale(
+    tensors: Sequence[ScaledTensor], given: Sequence[Any], storage: torch.dtype
+) -> tuple[Tensor, list[Any]]:
+    """Return the largest scale of operands that are no masks, and the scales that can be read for free."""
+    values: list[Any] = [_powers.read_scale(x._scale) for x in tensors]
+    least = _powers.find_least_scale_beside_mask(storage)
+    if None not in values:
+        are_masks = [value >= _powers.HUGE_SCALE and _holds_mask(x, value) for x, value in zip(tensors, values)]
+        chosen = _powers.choose_common_scale_value(values, are_masks, least)
+        return torch.tensor(chosen, dtype=torch.float32, device="cpu"), values
+    limits = [_powers.MASK_SCALE if isinstance(x, ScaledTensor) else _powers.HUGE_SCALE for x in given]
+    return _powers.choose_common_scale([x._scale for x in tensors], limits, least), values
+
+
+def _holds_mask(x: ScaledTensor, scale: float) -> bool:
+    """Return whether x's large numbers are negative outliers beside smaller ones, as in masks that are added."""
+    payload = get_float32_payload(x)
+    if not _powers.has_readable_values(payload):
+        return scale >= _powers.MASK_SCALE
+    large = mark_outliers(payload, LEAST_OUTLIER / scale)
+    is_smaller = payload.isfinite() & ~large
+    return bool(large.any() & is_smaller.any() & ~(large & (payload > 0)).any())
 
 
 def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: torch.dtype) -> Tensor:
@@ -184,7 +207,7 @@ def round_root_to_power(count: int) -> float:
 
 
 # Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
-_LARGE_CONSTANT = 2.0**12
+LARGE_CONSTANT = 2.0**12
 
 
 def is_constant(x: Any) -> bool:
@@ -199,26 +222,32 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     like, storage = find_scaled_tensor(operands), choose_storage(operands)
     tensors = {i: encode_ignoring_outliers(x, like) for i, x in enumerate(operands) if not is_constant(x)}
     constants = {i: encode_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
-    filled = {i for i, x in tensors.items() if is_filled_with_large_number(x)}
+    filled = {i for i, x in tensors.items() if _is_filled_as_mask(x, operands[i])}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
-    scale = _powers.choose_common_scale(*(x._scale for x in tensors.values()))
+    scale, values = _choose_common_scale([*tensors.values()], [operands[i] for i in tensors], storage)
     if constants:
         scale = raise_scale_for_constants(scale, storage, *constants.values())
     payloads = {i: make_constant_payload(x, scale, storage) for i, x in constants.items()}
-    for i, x in tensors.items():
+    for (i, x), value in zip(tensors.items(), values):
         payload, large = bring_payload_under_scale(x, scale), find_outliers(operands[i], like)
+        payload = _clamp_outliers(payload, x, value, storage)
         payloads[i] = saturate_outliers(payload, scale, storage, large)
     return [payloads[i] for i in range(len(operands))], scale
 
 
-def is_filled_with_large_number(x: ScaledTensor) -> bool:
-    """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
+def _is_filled_as_mask(x: ScaledTensor, given: Any) -> bool:
+    """Return whether an operand is one large number everywhere, as torch.full_like(x, -1e9) is."""
+    # Scaled numbers may be data, such as a loss: if `full_like` did not make them, they are several and negative. What
+    # it made is known where numbers cannot be read; others count as data there.
     scale = _powers.read_scale(x._scale)
-    if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.has_readable_values(x._payload) or not x.numel():
+    if scale is None or not _powers.has_readable_values(x._payload):
+        return x._is_filled_as_mask and x.numel() > 0
+    if scale < LARGE_CONSTANT / 2**16 or not x.numel():
         return False
-    low, high = (bound.item() for bound in torch.aminmax(get_float32_payload(x).abs()))
-    return low * scale >= _LARGE_CONSTANT and high == low
+    low, high = (bound.item() * scale for bound in torch.aminmax(get_float32_payload(x)))
+    is_mask = not isinstance(given, ScaledTensor) or x._is_filled_as_mask or (low < 0 and x.numel() > 1)
+    return is_mask and low == high and abs(low) >= LARGE_CONSTANT
 
 
 def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
@@ -235,7 +264,7 @@ def _choose_scale_of_zeros(
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
     own = _powers.take_largest_scale(*(c._scale for c in constants))
     roomy = _powers.take_largest_scale(*(_find_scale_for_constant(c, storage) for c in constants)).clamp(min=1.0)
-    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE_CONSTANT, own, roomy), otherwise)
+    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < LARGE_CONSTANT, own, roomy), otherwise)
 
 
 def _find_scale_for_constant(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
@@ -269,7 +298,7 @@ def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
         if own == _powers.ZERO_SCALE:
             powers = {c: _powers.round_number_to_power(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [
-                p if p < _LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
+                p if p < LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
             ]
         own = max([own, *needed])
         scale = torch.full((), own, dtype=torch.float32, device="cpu")
