@@ -133,6 +133,7 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
     return result.clone() if len(scales) == 1 else materialize_traced_scale(result)
 
 
+@functools.cache
 def find_least_scale_beside_mask(storage: torch.dtype) -> float:
     """Return the least scale under which a storage holds what a mask's numbers may saturate to."""
     # Where numbers cannot be looked at, payloads are multiplied by 2^100 at most.
