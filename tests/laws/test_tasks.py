@@ -95,6 +95,8 @@ def test_a_trial_trains_by_the_tasks_rule_and_hyper_parameters(task: Task, monke
 
 @pytest.mark.parametrize("name", tasks.names())
 def test_a_task_is_as_on_record(name: str, folder: Path) -> None:
+    if not tasks.find_task_class(name).__module__.startswith("halfulp."):
+        pytest.skip("a user's task, on which nothing is published")
     found = describe(name, folder)
     recorded = read_record("tasks", name, found)
     shares = {"exact": 1e-9, "computed": TOLERANCE.get(name, 1e-4), "gradients": 1e-2}

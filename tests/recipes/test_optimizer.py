@@ -266,7 +266,9 @@ def test_rounded_gradients_are_asked_of_the_model_within_a_wrapper(wrap):
     if wrap == "compiled":  # by another backend than a scaler's, which refuses that
         return
     scaler = recipes.scaler(recipes.get("e5m2-adaptive"), inner)
-    optimizer.zero_grad()
-    scaler.scale(outer(torch.ones(3, 4)).square().mean()).backward()
-    scaler.step(optimizer)
-    assert scaler.last_step.applied
+    before = inner.weight.detach().clone()
+    while torch.equal(inner.weight, before):  # steps whose gradients overflow at first are left out
+        optimizer.zero_grad()
+        scaler.scale(outer(torch.ones(3, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..subclass.models._conversion import check_is_module
 from ..subclass.models._parameter_holders import list_live_data_parallel_modules
 from ._optimizer import Optimizer, find_halfulp_optimizer
-from .parameters._local_tensors import get_local
+from .parameters._local_tensors import list_payloads
 from .parameters._narrow_groups import walk_group_parameters
 
 
@@ -139,7 +139,7 @@ def _find_parameters_of_one_storage(parameters: Iterable[torch.Tensor]) -> dict[
     """Return, of each parameter that shares its storage, the others of this storage."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
-        by_storage.setdefault(get_local(parameter).untyped_storage().data_ptr(), []).append(parameter)
+        by_storage.setdefault(list_payloads(parameter)[0].untyped_storage().data_ptr(), []).append(parameter)
     shared = [members for storage, members in by_storage.items() if storage and len(members) > 1]
     return {parameter: [one for one in members if one is not parameter] for members in shared for parameter in members}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import formats
 from ..._messages import name_type, quote
+from ...kernels._plain_memory import has_strided_values
 from ...rounding import quantize
 from .._record import RealisedChanges
 from .._text import get_significand_bits
@@ -254,5 +255,6 @@ def _list_names_of_shared_memory(a: Mapping[str, Tensor], b: Mapping[str, Tensor
 
 
 def _find_memory(x: Tensor) -> tuple[Any, ...] | None:
-    """Return where a tensor's elements lie; None of an empty one and of subclasses, which may have no memory."""
-    return (x.device, x.data_ptr(), x.shape, x.stride()) if type(x) is Tensor and x.numel() else None
+    """Return where a tensor's elements lie; None of an empty one and of those without memory of their own."""
+    has_memory = type(x) is Tensor and x.numel() and has_strided_values(x)
+    return (x.device, x.data_ptr(), x.shape, x.stride()) if has_memory else None

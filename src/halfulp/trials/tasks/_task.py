@@ -313,7 +313,8 @@ class Step(Task):
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(0)
                 model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model(0)
-                parts = (self.outputs(model, part) for part in (torch.tensor(0), torch.arange(1)))
+                first = torch.zeros(1, dtype=torch.int64, device="cpu")
+                parts = (self.outputs(model, part) for part in (first[0], first))
                 self._first_losses = [float(f"{part.detach().item():.6g}") for part in parts]
         rates = [self.lr_factor(step, self.steps) for step in (0, self.steps // 2, self.steps - 1)]
         return {**super().settings(), "judged": self._judged, "rates": rates, "first_losses": self._first_losses}
