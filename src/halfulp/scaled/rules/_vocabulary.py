@@ -143,9 +143,8 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
     like = find_scaled_tensor(operands)
     tensors = [encode_operand(x, like) for x in operands]
     storage, dtype = choose_storage(operands), promote_dtypes(operands)
-    scale, values = _choose_common_scale(tensors, operands, storage)
-    largest = _powers.read_scale(scale)
-    if largest is None or None in values:
+    scale, largest, values = _choose_common_scale(tensors, operands, storage)
+    if largest is None:
         payloads = [bring_payload_under_scale(x, scale) for x in tensors]
     else:
         payloads = [
@@ -158,16 +157,18 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
 
 def _choose_common_scale(
     tensors: Sequence[ScaledTensor], given: Sequence[Any], storage: torch.dtype
-) -> tuple[Tensor, list[Any]]:
-    """Return the largest scale of operands that are no masks, and the scales that can be read for free."""
+) -> tuple[Tensor, float | None, list[Any]]:
+    """Return the largest scale of operands that are no masks, its value if it can be read for free, and all values."""
     values: list[Any] = [_powers.read_scale(x._scale) for x in tensors]
     least = _powers.find_least_scale_beside_mask(storage)
     if None not in values:
-        are_masks = [value >= _powers.HUGE_SCALE and _holds_mask(x, value) for x, value in zip(tensors, values)]
-        chosen = _powers.choose_common_scale_value(values, are_masks, least)
-        return torch.tensor(chosen, dtype=torch.float32, device="cpu"), values
+        chosen = max(values)
+        if chosen >= _powers.HUGE_SCALE:
+            are_masks = [value >= _powers.HUGE_SCALE and _holds_mask(x, value) for x, value in zip(tensors, values)]
+            chosen = _powers.choose_common_scale_value(values, are_masks, least)
+        return torch.tensor(chosen, dtype=torch.float32, device="cpu"), chosen, values
     limits = [_powers.MASK_SCALE if isinstance(x, ScaledTensor) else _powers.HUGE_SCALE for x in given]
-    return _powers.choose_common_scale([x._scale for x in tensors], limits, least), values
+    return _powers.choose_common_scale([x._scale for x in tensors], limits, least), None, values
 
 
 def _holds_mask(x: ScaledTensor, scale: float) -> bool:
@@ -225,7 +226,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     filled = {i for i, x in tensors.items() if _is_filled_as_mask(x, operands[i])}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
-    scale, values = _choose_common_scale([*tensors.values()], [operands[i] for i in tensors], storage)
+    scale, _, values = _choose_common_scale([*tensors.values()], [operands[i] for i in tensors], storage)
     if constants:
         scale = raise_scale_for_constants(scale, storage, *constants.values())
     payloads = {i: make_constant_payload(x, scale, storage) for i, x in constants.items()}
