@@ -116,7 +116,10 @@ def test_logsumexp_and_softmax_of_infinite_rows_are_torchs(kind, rows):
 @each
 @pytest.mark.parametrize("bounds", [(torch.nan, None), (None, torch.nan), (0.0, torch.nan), (torch.nan, 0.0)], ids=str)
 def test_a_bound_that_is_nan_gives_nan(kind, bounds):
-    x = kind.encode(torch.tensor([1.0, -2.0, torch.inf, torch.nan]))
+    plain = torch.tensor([1.0, -2.0, torch.inf, torch.nan])
+    if not plain.clamp(*bounds).isnan().all():
+        pytest.skip("this torch takes a number that is NaN for no bound")
+    x = kind.encode(plain)
     assert value(x.clamp(*bounds)).isnan().all()
     assert value(x.clamp(*(torch.tensor(b) if b is not None else b for b in bounds))).isnan().all()
 

@@ -350,7 +350,7 @@ def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
     """-1, 0 or 1 as x - y is; 2 for NaN."""
     a, b = x[0], y[0]
     difference = distill_terms([*x, *negate(y)], 1)[0]
-    exact = is_finite(a) & is_finite(b) & is_finite(difference)  # which overflows where the signs differ alone
+    exact = is_finite(a) & is_finite(b) & is_finite(difference)  # which overflows only where the signs differ
     one = a * 0.0 + 1.0
     less = exact & (difference < 0.0) | ~exact & (a < b)
     more = exact & (difference > 0.0) | ~exact & (a > b)

@@ -111,13 +111,13 @@ class LossAllocation:
         """Note the changes that a step would make without rounding the weights, by name; None where one is unknown."""
         self._before = self._copy_weights()
         wanted: NameTensorPairs = {}
-        _, is_skipped = read_scaler_attributes(self._optimizer)
+        divisor, is_skipped = read_scaler_attributes(self._optimizer)
         for group in self._optimizer.param_groups if not is_skipped else ():
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                change = _compute_wanted_change(self._optimizer, group, parameter, parameter.grad)
+                change = _compute_wanted_change(self._optimizer, group, parameter, divisor)
                 if change is None:
                     return
                 wanted[name] = change.to("cpu", torch.float64).view(parameter.shape)
@@ -260,8 +260,10 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
 
 
 def _compute_wanted_change(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, divisor: float
 ) -> Tensor | None:
+    gradient = parameter.grad
+    assert gradient is not None, "it steps"
     if isinstance(optimizer, Optimizer):
         plan, rule = optimizer._plans.get(parameter), optimizer.rule(group)
         if plan is None or plan.spec.has_components_in_parameter or not has_elementwise_rule(plan, rule):
@@ -280,7 +282,6 @@ def _compute_wanted_change(
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    divisor, _ = read_scaler_attributes(optimizer)
     after, _ = ShadowOptimizer(optimizer).step(weight, gradient.double().reshape(-1) / divisor, states, options)
     return after - weight
 

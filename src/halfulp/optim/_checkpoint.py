@@ -75,8 +75,8 @@ class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
     _plans: PlanCache
-    # Why a copy would step in another way, where it would.
-    _why_not_copied = ""
+    # The message where a copy would step in another way.
+    _copy_refusal = ""
 
     if TYPE_CHECKING:
 
@@ -389,8 +389,8 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches and hooks."""
-        if self._why_not_copied:
-            raise NotImplementedError(self._why_not_copied)
+        if self._copy_refusal:
+            raise NotImplementedError(self._copy_refusal)
         self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()

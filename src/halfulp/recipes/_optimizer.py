@@ -17,12 +17,11 @@ from .._names import describe_unknown_name, read_registered_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
 from ..optim._algorithms import MuonSelector
-from ..optim._gradient_release import has_gradient_scaler
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_payloads
 from ..optim.parameters._narrow_groups import walk_group_parameters
 from ..rounding import Nearest, Stochastic, quantize
-from ._convert import read_recipe_of_model
+from ._convert import is_converted, read_recipe_of_model
 from ._plan import assign_weight_updates
 from ._recipe import Recipe
 
@@ -94,10 +93,10 @@ def optimizer(
     if isinstance(recipe.weight_update, tuple):
         groups = split_groups_by_update(recipe, model, groups)
     groups = kind.split_groups(groups, **({} if use_muon is None else {"use_muon": use_muon}))
-    split = [group if isinstance(group, dict) else {} for group in groups]
+    split = [group for group in groups if isinstance(group, dict)] or [{}]
     stored = [choose_optimizer_state_dtype(recipe, kind, hyper, group) for group in split]
     if all(dtype == stored[0] for dtype in stored):
-        options |= {} if not stored or stored[0] is None else {"state_dtype": stored[0]}
+        options |= {} if stored[0] is None else {"state_dtype": stored[0]}
     else:  # groups of several rules
         for group, dtype in zip(split, stored, strict=True):
             group |= {} if dtype is None else {"state_dtype": dtype}
@@ -107,7 +106,7 @@ def optimizer(
     if recipe.gradient_format:
 
         def refuse_unrounded_gradients(*_: object) -> None:
-            if not has_gradient_scaler(model):
+            if not _has_scaler_around_converted_model(model):
                 options = ", ".join(f"{key}={value!r}" for key, value in _make_scaler_options(recipe).items())
                 raise RuntimeError(
                     f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
@@ -117,11 +116,18 @@ def optimizer(
 
         made.register_step_pre_hook(refuse_unrounded_gradients)
     if made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
-        made._why_not_copied = (
+        made._copy_refusal = (
             f"an optimizer of recipe {recipe.name!r} rounds its states or checks gradients by hooks, which copies and "
             "pickles of optimizers lose: make another one by halfulp.recipes.optimizer, and load this one's state_dict"
         )
     return made
+
+
+def _has_scaler_around_converted_model(model: nn.Module) -> bool:
+    """Return whether a converted model, or what wraps it, has the forward of a scaler, itself wrapped or not."""
+    # A compiled module's own forward is torch's.
+    replaced = [one for one in model.modules() if "forward" in vars(one) and "_orig_mod" not in one._modules]
+    return any(is_converted(inner) for one in replaced for inner in one.modules())
 
 
 def scaler(recipe: Recipe, model: nn.Module) -> AdaptiveGradScaler | None:
@@ -270,7 +276,7 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW with the methods of halfulp's optimizers: it counts bytes, and no lost updates."""
 
 
-# What `optimizer` gives.
+# `optimizer` returns one of these.
 RecipeOptimizer = Optimizer | TorchOptimizer
 _TORCH_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 

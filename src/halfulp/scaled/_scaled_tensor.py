@@ -69,7 +69,8 @@ class ScaledTensor(CompositeTensor):
     _payload: Tensor
     _scale: Tensor
     _home: torch.dtype | None = None
-    _is_filled_as_mask = False  # by full_like or new_full, with one large number, and not written since
+    # Its version since `full_like` or `new_full` filled it with one large number; views share it.
+    _filled_version: int | None = None
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
@@ -289,6 +290,7 @@ class ScaledTensor(CompositeTensor):
             raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
         _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
+        self._filled_version = None
 
     @hide_own_frames_from_compiler
     def __tensor_flatten__(self) -> tuple[list[str], DtypeStorageAndHome]:

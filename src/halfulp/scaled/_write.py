@@ -59,8 +59,6 @@ def write_values(x: Tensor, value: Any) -> Tensor:
         payload = payload if fits else _powers.clamp_finite_values(payload, held)
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else round_to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
-    if x._is_filled_as_mask:
-        x._is_filled_as_mask = False
     return x
 
 

@@ -38,7 +38,7 @@ def compare(
         out: A folder for compare.json and compare.html; finished trials are kept there while it runs. One that holds
             a comparison is refused without ``resume`` or ``overwrite``.
         workers: How many processes; None is one per core, at most 8.
-        resume: Take over the finished trials that ``out`` holds.
+        resume: Take over the finished trials that ``out`` holds; not of a `Step`, which nothing tells from others.
         overwrite: Delete the comparison that ``out`` holds.
         listen: Called with ("plan", None, trials) and ("reused" | "start" | "progress" | "done", trial, content).
 

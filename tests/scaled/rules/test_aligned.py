@@ -1,5 +1,7 @@
 """Sums, choices, joins, bounds and pads: bits do not depend on scales; constants decide none."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,8 +247,13 @@ def test_one_number_that_full_like_made_is_a_mask_until_it_is_written(number):
         assert torch.where(torch.tensor([True, False]), few, made)[0, 0].item() == 0.5
         if made.dim():
             assert torch.cat([few, made], 1)[0, :2].tolist() == [0.5, 0.75]
-        made.copy_(torch.tensor(-2e7))
-        assert torch.where(torch.tensor([True, False]), few, made)[0, 1].item() == pytest.approx(-2e7, rel=1e-3)
+        moves = (torch.clone, torch.detach, lambda x: x[...], lambda x: x.view(-1), lambda x: x.expand(1, 2).detach())
+        for move in (*moves, copy.deepcopy, lambda x: x.to("cpu", copy=True)):
+            assert torch.where(torch.tensor([True, False]), few, move(made))[0, 0].item() == 0.5
+        part = made.view(-1)
+        part.copy_(torch.tensor(-2e7))
+        for one in (made, part.view(()), made.clone()):
+            assert torch.where(torch.tensor([True, False]), few, one)[0, 1].item() == pytest.approx(-2e7, rel=1e-3)
 
 
 HUGE_PAIRS = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfulp import recipes
-from halfulp.trials import TrialError, compare, tasks
+from halfulp.trials import TrialError, compare
 from halfulp.trials.running import _trial
 from halfulp.trials.running._plan import Trial
 from halfulp.trials.tasks import Step
@@ -100,36 +100,11 @@ def test_what_is_no_step_is_refused(seed: int) -> None:
         compare(task, ["e8m3-kahan"], seeds=1)
 
 
-def test_trials_of_another_step_are_not_taken_over(seed: int, tmp_path) -> None:
-    x, y = torch.randn(16, 8), torch.randn(16, 1)
-
-    def make(factor: float = 1.0, **options) -> Step:
-        def step(model: nn.Module, number: int) -> torch.Tensor:
-            return factor * nn.functional.mse_loss(model(x), y)
-
-        torch.manual_seed(seed)
-        linear = nn.Linear(8, 1)
-        return Step(step, options.pop("model", linear), steps=4, rule="SGD", lr=0.05, **options)
-
-    compare(make(), ["bf16"], seeds=1, out=tmp_path)
-    again = compare(make(), ["bf16"], seeds=1, out=tmp_path, resume=True)
-    assert again.run["reused"] == 2
-    others = {
-        "first_losses": (make(2.0), make(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))),
-        "judged": (make(judged=2),),
-        "rates": (make(rate=lambda step, steps: 0.5),),
-    }
-    for setting, given in others.items():
-        for task in given:
-            with pytest.raises(ValueError, match=rf"cannot resume: .* trained with task\.{setting}"):
-                compare(task, ["bf16"], seeds=1, out=tmp_path, resume=True)
-
-
-def test_settings_tell_instances_apart() -> None:
-    class Wide(type(tasks.get("digits"))):
-        def __init__(self, width: int) -> None:
-            self.width = width
-            self._cache = object()
-
-    assert Wide(8).settings() == Wide(8).settings() != Wide(16).settings()
-    assert "_cache" not in Wide(8).settings()
+def test_trials_of_a_step_are_not_taken_over(seed: int, tmp_path) -> None:
+    task = squares(seed)[0]
+    compare(task, ["bf16"], seeds=1, out=tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="nothing tells whether its function, model and data are those of the trials"):
+        compare(task, ["bf16"], seeds=1, out=tmp_path, resume=True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    compare(task, ["bf16"], seeds=1, out=tmp_path, overwrite=True)

@@ -244,7 +244,7 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
 
 
 def count_equal_elements(a: Tensor, b: Tensor) -> int:
-    """Return how many elements of two tensors of one shape are equal; NaN is to none, but by its code in one byte.
+    """Return how many elements of two tensors of one shape are equal; one-byte floats of one code are, NaN too.
 
     A packed pair of numbers is one element, equal to none of another dtype.
     """

@@ -209,11 +209,12 @@ def _assign_parameter_names(
 _MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
-# What runs keep beside their weights: tensors here are a generator's state, a best score, a counter. Whole words, as
-# an upsampler or a hypernet is a model's part.
+# What runs keep beside their weights: tensors here are a generator's state, a best score, a counter. Some are whole
+# words, as an upsampler or a hypernet is a model's part.
 _AUXILIARY_KEY_PATTERN = re.compile(
-    r"(?:^|[_ -])(?:rng|random|callback|loop|(?:lr)?schedule[rd]?|(?:grad)?scaler|metric|loss(?:es)?|history|sampler|"
-    r"hyper|h(?:yper)?param(?:eter)?|config|arg|step|epoch)s?(?:$|[_ \d-])",
+    r"rng|random|callback|schedul|metric|history|globalstep|bestloss|valloss|trainargs|argument|"
+    r"(?:^|[_ .-])(?:loop|(?:grad)?scaler|loss(?:es)?|sampler|hyper|h(?:yper)?param(?:eter)?|config|arg|step|epoch)s?"
+    r"(?:$|[_ .\d-])",
     re.I,
 )
 _DEEPEST_NESTING = 64
@@ -329,13 +330,14 @@ def _is_state_dict(leaves: _TensorsByPath) -> bool:
 
 
 def _is_training_state(key: object, leaf: Tensor) -> bool:
-    """Return whether a tensor is a counter, a number or a generator's state by its key and kind."""
+    """Return whether a tensor stands under an auxiliary key and is no array of floats: a counter, a random state."""
     has_numbers = leaf.numel() > 1 and (leaf.is_floating_point() or leaf.is_complex())
     return _is_auxiliary_key(key) and not has_numbers
 
 
 def _is_auxiliary_key(key: object) -> bool:
-    return isinstance(key, int) or bool(_AUXILIARY_KEY_PATTERN.search(str(key)))
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(key))  # of camel case
+    return isinstance(key, int) or bool(_AUXILIARY_KEY_PATTERN.search(words))
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")

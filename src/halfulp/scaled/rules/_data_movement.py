@@ -28,7 +28,9 @@ from ._vocabulary import (
     decode_value,
     encode_results,
     is_constant,
+    is_marked_as_filled,
     make_scaled_results,
+    mark_as_filled,
 )
 
 
@@ -50,9 +52,7 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     made = wrap_payload(payload, scale, plain.dtype)
-    if finite and abs(value) >= LARGE_CONSTANT:
-        made._is_filled_as_mask = True
-    return made
+    return mark_as_filled(made) if finite and abs(value) >= LARGE_CONSTANT else made
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
@@ -148,7 +148,8 @@ def to_copy(
         require_float64(torch.device(device), "ScaledTensors")
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
-    return wrap_payload(payload, scale, dtype or x.dtype)
+    made = wrap_payload(payload, scale, dtype or x.dtype)
+    return mark_as_filled(made) if is_marked_as_filled(x) else made
 
 
 @implements(aten._local_scalar_dense.default, family="pass-through")

@@ -243,12 +243,24 @@ def _is_filled_as_mask(x: ScaledTensor, given: Any) -> bool:
     # it made is known where numbers cannot be read; others count as data there.
     scale = _powers.read_scale(x._scale)
     if scale is None or not _powers.has_readable_values(x._payload):
-        return x._is_filled_as_mask and x.numel() > 0
+        return is_marked_as_filled(x) and x.numel() > 0
     if scale < LARGE_CONSTANT / 2**16 or not x.numel():
         return False
     low, high = (bound.item() * scale for bound in torch.aminmax(get_float32_payload(x)))
-    is_mask = not isinstance(given, ScaledTensor) or x._is_filled_as_mask or (low < 0 and x.numel() > 1)
+    is_mask = not isinstance(given, ScaledTensor) or is_marked_as_filled(x) or (low < 0 and x.numel() > 1)
     return is_mask and low == high and abs(low) >= LARGE_CONSTANT
+
+
+def mark_as_filled(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
+    """Note that x holds one large number everywhere, until it or what it is to be a view of is written; return it."""
+    counted = x if base is None else base
+    x._filled_version = None if counted.is_inference() else counted._version
+    return x
+
+
+def is_marked_as_filled(x: ScaledTensor) -> bool:
+    """Return whether x holds one large number everywhere, as `full_like` made it or what it is a view or copy of."""
+    return x._filled_version is not None and not x.is_inference() and x._filled_version == x._version
 
 
 def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
@@ -349,6 +361,12 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
     @implements_each(*operators, family=family)
     def move(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
+        if is_marked_as_filled(x):
+            base = x if operator.is_view else None
+            return map_tree(lambda p: mark_as_filled(p, base), move_payload(operator, x, *arguments, **options))
+        return move_payload(operator, x, *arguments, **options)
+
+    def move_payload(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         payload, scale, dtype = x._payload, x._scale, x.dtype
         # torch does not call _unsafe_view one, as autograd need not know; it shares the memory that kron(out=) writes.
         if operator.is_view or operator is aten._unsafe_view.default:

@@ -42,6 +42,11 @@ class TrainingRun:
     def train_trials_without_result(self, trials: Sequence[Trial]) -> None:
         """Train what has no result yet."""
         self._listen("plan", None, trials)
+        if self._resume and any(trial.task.in_process for trial in trials):
+            raise ValueError(
+                "resume=True with a training step of one's own: nothing tells whether its function, model and data are "
+                "those of the trials in the folder. Write a Task, whose settings tell, or give overwrite=True"
+            )
         if self._store is not None and self._resume:
             self.results |= self._store.read_finished_results(
                 [trial for trial in trials if trial.key not in self.results]

@@ -168,10 +168,10 @@ class Task(abc.ABC):
     def settings(self) -> dict[str, Any]:
         """Return all that decides a trial's result apart from recipe, seed and length, as plain data.
 
-        That is of the instance its fields, and numbers and strings that it holds under public names.
+        Of what an instance holds, that is the fields of a dataclass: make one of a task that takes numbers.
         """
         fields: tuple[Any, ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
-        told = {
+        return {
             "name": self.name,
             "rule": self.rule,
             "hyper": {key: list(v) if isinstance(v, tuple) else v for key, v in self.hyper.items()},
@@ -181,8 +181,6 @@ class Task(abc.ABC):
             "title": self.title,
             **{field.name: getattr(self, field.name) for field in fields},
         }
-        plain = {key: value for key, value in vars(self).items() if isinstance(value, bool | int | float | str)}
-        return told | {key: value for key, value in plain.items() if not key.startswith("_") and key not in told}
 
 
 def compute_warm_cosine_factor(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
@@ -271,7 +269,6 @@ class Step(Task):
             raise ValueError(f"steps and judged are at least 1, got steps={steps}, judged={judged}")
         self._step, self._model, self._rate, self._judge = step, model, rate, judge or step
         self._judged = judged
-        self._first_losses: list[float] | None = None
         # They differ from instance to instance, where other tasks have them on their class.
         vars(self).update(name=name, rule=rule, hyper=hyper, steps=steps)
 
@@ -303,21 +300,6 @@ class Step(Task):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss itself, or the mean of several."""
         return logits.mean() if logits.ndim else logits
-
-    def settings(self) -> dict[str, Any]:
-        """Return also what tells one step from another: its first losses, of seed 0, and shares of the learning rate.
-
-        A comparison that is resumed takes over no trial of another function, model or data.
-        """
-        if self._first_losses is None:
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(0)
-                model = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model(0)
-                first = torch.zeros(1, dtype=torch.int64, device="cpu")
-                parts = (self.outputs(model, part) for part in (first[0], first))
-                self._first_losses = [float(f"{part.detach().item():.6g}") for part in parts]
-        rates = [self.lr_factor(step, self.steps) for step in (0, self.steps // 2, self.steps - 1)]
-        return {**super().settings(), "judged": self._judged, "rates": rates, "first_losses": self._first_losses}
 
     def is_hit(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return False for every target, as no batch has a right answer."""
