@@ -293,9 +293,16 @@ ROWS = {
 
 
 @pytest.fixture
-def planted_tests(run, benchmark_module, tmp_path, monkeypatch):
+def suite(benchmark_module, tmp_path, monkeypatch):
+    """The part that runs tests, which names them as they lie in this folder, wherever the library is."""
+    found = benchmark_module("_gpu.suite")
+    monkeypatch.setattr(found, "OPTIONS", [*found.OPTIONS, f"--rootdir={tmp_path}"])
+    return found
+
+
+@pytest.fixture
+def planted_tests(run, suite, tmp_path, monkeypatch):
     """Runs pytest on planted tests, of which the last does what is asked for; returns the last one's row."""
-    suite = benchmark_module("_gpu.suite")
 
     def followed(last, workers=0):
         if workers:
@@ -362,8 +369,8 @@ def test_a_test_that_ends_a_worker_is_named(planted_tests, run):
     ]
 
 
-def test_a_file_of_tests_that_cannot_be_read_is_named(run, benchmark_module, tmp_path):
-    suite, broken, whole = benchmark_module("_gpu.suite"), tmp_path / "test_broken.py", tmp_path / "test_whole.py"
+def test_a_file_of_tests_that_cannot_be_read_is_named(run, suite, tmp_path):
+    broken, whole = tmp_path / "test_broken.py", tmp_path / "test_whole.py"
     broken.write_text("import a_module_that_is_not_there")
     whole.write_text(f"import pytest\n\n@pytest.{suite.MARK}\ndef test_passes():\n    pass\n")
     table = run.table("Tests", suite.COLUMNS, keys=["test"])

@@ -4,7 +4,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 from .._extensions import load_extensions, load_inherited_extensions
-from ._errors import escape_unencodable_letters, exit_with_error
+from ._errors import discard_output, escape_unencodable_letters, exit_with_error
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED_EXIT_CODE = 130
@@ -17,7 +17,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = make_application()(arguments, prog_name="halfulp", standalone_mode=False)
     except KeyboardInterrupt:
         code = _INTERRUPTED_EXIT_CODE
-    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+    except (ValueError, NotImplementedError, ImportError) as error:
+        exit_with_error(error)
+    except OSError as error:
+        discard_output()
         exit_with_error(error)
     except Exception as error:
         if type(error).__name__ == "Abort":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -12,6 +13,12 @@ def escape_unencodable_letters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Let what waits to be written to standard output go nowhere, as a full disk would change the exit code."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(content: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ...environment import count_cores, describe_processor
 from ...pages import require_page_packages, write_file_atomically
 from ..evidence._evidence import Evidence
+from ..tasks._task import Step
 from ._plan import Trial
 from ._pool import train_trials
 from ._store import TrialStore
@@ -42,7 +43,7 @@ class TrainingRun:
     def train_trials_without_result(self, trials: Sequence[Trial]) -> None:
         """Train what has no result yet."""
         self._listen("plan", None, trials)
-        if self._resume and any(trial.task.in_process for trial in trials):
+        if self._resume and any(isinstance(trial.task, Step) for trial in trials):
             raise ValueError(
                 "resume=True with a training step of one's own: nothing tells whether its function, model and data are "
                 "those of the trials in the folder. Write a Task, whose settings tell, or give overwrite=True"
