@@ -252,17 +252,24 @@ def test_a_closure_is_watched_between_gradients_and_step():
     assert seen.record.parameters["0.weight"].gradients == 3
 
 
-def test_a_step_that_calls_its_closure_several_times_is_sampled_at_the_first(seed):
-    torch.manual_seed(seed % 2**31)
-    x, model = torch.randn(64, 8), nn.Linear(8, 4).bfloat16()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_eval=3)
+def closure_towards_one(model, optimizer):
+    """Return a closure for `optimizer`: backward passes of one batch whose targets are all 1."""
+    x = torch.randn(64, 8).bfloat16()
 
     def closure():
         optimizer.zero_grad()
-        loss = (model(x.bfloat16()) - 1).float().square().mean()
+        loss = (model(x) - 1).float().square().mean()
         loss.backward()
         return loss
 
+    return closure
+
+
+def test_a_step_that_calls_its_closure_several_times_is_sampled_at_the_first(seed):
+    torch.manual_seed(seed % 2**31)
+    model = nn.Linear(8, 4).bfloat16()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_eval=3)
+    closure = closure_towards_one(model, optimizer)
     with hu.observe(model, optimizer, interval=1) as seen:
         for _ in range(3):
             optimizer.step(closure)
@@ -276,15 +283,9 @@ def test_no_cure_wraps_an_optimizer_that_wrap_refuses(seed):
     """At a rate that moves no weight the finding is right, and a float32 weight is all that helps under LBFGS."""
     torch.manual_seed(seed % 2**31)
     for kind, options in ((torch.optim.LBFGS, {"max_eval": 2}), (torch.optim.ASGD, {})):
-        x, model = torch.randn(64, 8), nn.Linear(8, 8).bfloat16()
+        model = nn.Linear(8, 8).bfloat16()
         optimizer = kind(model.parameters(), lr=1e-8, **options)
-
-        def closure(model=model, optimizer=optimizer, x=x):
-            optimizer.zero_grad()
-            loss = (model(x.bfloat16()) - 1).float().square().mean()
-            loss.backward()
-            return loss
-
+        closure = closure_towards_one(model, optimizer)
         with hu.observe(model, optimizer, interval=1) as seen:
             for _ in range(3):
                 optimizer.step(closure)
