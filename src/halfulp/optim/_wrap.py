@@ -109,9 +109,10 @@ def wrap(
     parameters are stepped in place, as without wrap.
 
     Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
-    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class. The
-    optimizer's states are float32 and stay; a file holds those of each parameter. Where hu.optim has the optimizer
-    itself, that one is faster and keeps narrow states. It cannot be copied or pickled; `state_dict` carries it over.
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class;
+    4 bytes for each narrow element while the optimizer is made, which may read the weights. Its states are float32 and
+    stay; a file holds those of each parameter. Where hu.optim has the optimizer itself, that one is faster and keeps
+    narrow states. It cannot be copied or pickled; `state_dict` carries it over.
 
     Args:
         optimizer: a class, or a function that makes an instance.
