@@ -335,9 +335,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 found[name] = wrap_like_dtensor(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
-            elif isinstance(value, torch.Tensor):
-                is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
-                found[name] = value.to(torch.float32 if is_weight else value.dtype, copy=True)
+            else:
+                found[name] = copy_as_float32(name, value)
         return found
 
     @keeping_subnormals()
@@ -411,6 +410,14 @@ class CheckpointMixin(torch.optim.Optimizer):
             refuse_other_random_stream_version(
                 f"the pickled param group {number}", "that group before it is pickled", group
             )
+
+
+def copy_as_float32(name: str, value: Any) -> Any:
+    """Return a copy of a plain tensor of a module's state dict, in float32 if it is a floating one; others as given."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
+    return value.detach().to(torch.float32 if is_weight else value.dtype, copy=True)
 
 
 def walk_saved_parameters(
