@@ -358,9 +358,17 @@ class CheckpointMixin(torch.optim.Optimizer):
                 f"the state_dict {write_differing_names(missing, foreign)}: give one with the model's names"
             )
         extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if name.endswith(EXTRA_STATE_SUFFIX)}
-        wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
+        shapes = {name: (own[name].shape, get_local(own[name]).shape) for name in state_dict}
+        wrong = [
+            name
+            for name, value in state_dict.items()
+            if not isinstance(value, torch.Tensor) or shapes[name] != (value.shape, get_local(value).shape)
+        ]
         if wrong:
-            raise ValueError(f"{quote(wrong)} are not of the model's shapes: give a state_dict of this model")
+            raise ValueError(
+                f"{quote(wrong)} are no tensors of the model's shapes: give a state_dict of this model, for sharded "
+                "parameters with values that torch.distributed.tensor.distribute_tensor has sharded as they are"
+            )
         places = {id(parameter): (group, k) for group, k, parameter in walk_group_parameters(self)}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
