@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
+from torch.utils._pytree import tree_map_only
 
 from .._messages import quote, write_differing_names
 from ..kernels import keeping_subnormals
@@ -124,6 +125,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             group[VERSION_GROUP_KEY] = get_halfulp_version()
             if isinstance(group["weight_update"], WeightUpdate):
                 group["weight_update"] = group["weight_update"].to_dict()
+            # NumPy's numbers, as schedules may write them, are none that weights_only loads.
+            group.update(tree_map_only(np.generic, np.generic.item, dict(group)))
             # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
             for name in ("state_dtype", "param_dtype", "format"):
                 group[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
