@@ -206,7 +206,9 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if parameter not in self._shadows:
             # With its numbers, which a class may read as it is made, and without its version counter.
             part = get_local(parameter).data
-            part = part.decode(torch.float32) if isinstance(part, (MCTensor, ScaledTensor)) else part.float()
+            if isinstance(part, (MCTensor, ScaledTensor)):
+                part = part.decode(torch.float32)
+            part = part.float() if part.is_floating_point() else _make_placeholder(parameter)
             shadow = wrap_like_dtensor(part, parameter)
             self._shadows[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
         return self._shadows[parameter]
