@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfulp as hu
 from halfulp import formats, recipes
 from halfulp.formats import round_exact
 from halfulp.mctensor import MCTensor
@@ -272,3 +273,32 @@ def test_rounded_gradients_are_asked_of_the_model_within_a_wrapper(wrap):
         scaler.scale(outer(torch.ones(3, 4)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+class _WithExtraState(nn.Linear):
+    def __init__(self, extra):
+        super().__init__(4, 4)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"scale": 3}, torch.full((2,), 1 / 3, dtype=torch.float64)], ids=["dict", "float64"])
+@pytest.mark.parametrize("what", ["fp16-mc2", "bf16-kahan", "averages"])
+def test_float32_state_dicts_are_copies_and_leave_extra_state_as_it_is(what, extra, seed):
+    model = nn.Sequential(_WithExtraState(extra), nn.BatchNorm1d(4))
+    hu.convert(model, "bf16-kahan" if what == "averages" else what)
+    optimizer = hu.recipes.optimizer(model, "SGD", lr=0.1)
+    source = hu.optim.EMA(model) if what == "averages" else optimizer
+    found = source.float32_state_dict(*([] if what == "averages" else [model]))
+    assert found.keys() >= {"0.weight", "0.bias", "0._extra_state", "1.running_mean"}
+    kept = found.pop("0._extra_state")
+    assert kept == extra if isinstance(extra, dict) else torch.equal(kept, extra)
+    before = {name: value.clone() for name, value in found.items()}
+    model(torch.randn(8, 4).to(next(model.parameters()).dtype)).float().square().mean().backward()
+    optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in found.items())

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
+from torch.utils._pytree import tree_map_only
 
 from .._messages import quote, write_differing_names
 from ..kernels import keeping_subnormals
@@ -124,6 +125,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             group[VERSION_GROUP_KEY] = get_halfulp_version()
             if isinstance(group["weight_update"], WeightUpdate):
                 group["weight_update"] = group["weight_update"].to_dict()
+            # NumPy's numbers, as schedules may write them, are none that weights_only loads.
+            group.update(tree_map_only(np.generic, np.generic.item, dict(group)))
             # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
             for name in ("state_dtype", "param_dtype", "format"):
                 group[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
@@ -335,9 +338,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 found[name] = wrap_like_dtensor(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
-            elif isinstance(value, torch.Tensor):
-                is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
-                found[name] = value.to(torch.float32 if is_weight else value.dtype, copy=True)
+            else:
+                found[name] = copy_as_float32(name, value)
         return found
 
     @keeping_subnormals()
@@ -359,9 +361,17 @@ class CheckpointMixin(torch.optim.Optimizer):
                 f"the state_dict {write_differing_names(missing, foreign)}: give one with the model's names"
             )
         extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if name.endswith(EXTRA_STATE_SUFFIX)}
-        wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
+        shapes = {name: (own[name].shape, get_local(own[name]).shape) for name in state_dict}
+        wrong = [
+            name
+            for name, value in state_dict.items()
+            if not isinstance(value, torch.Tensor) or shapes[name] != (value.shape, get_local(value).shape)
+        ]
         if wrong:
-            raise ValueError(f"{quote(wrong)} are not of the model's shapes: give a state_dict of this model")
+            raise ValueError(
+                f"{quote(wrong)} are no tensors of the model's shapes: give a state_dict of this model, for sharded "
+                "parameters with values that torch.distributed.tensor.distribute_tensor has sharded as they are"
+            )
         places = {id(parameter): (group, k) for group, k, parameter in walk_group_parameters(self)}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
@@ -411,6 +421,14 @@ class CheckpointMixin(torch.optim.Optimizer):
             refuse_other_random_stream_version(
                 f"the pickled param group {number}", "that group before it is pickled", group
             )
+
+
+def copy_as_float32(name: str, value: Any) -> Any:
+    """Return a copy of a plain tensor of a module's state dict, in float32 if it is a floating one; others as given."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
+    return value.detach().to(torch.float32 if is_weight else value.dtype, copy=True)
 
 
 def walk_saved_parameters(

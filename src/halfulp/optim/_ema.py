@@ -12,7 +12,7 @@ from .._messages import quote, write_differing_names
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_is_module
-from ._checkpoint import refuse_other_random_stream_version
+from ._checkpoint import copy_as_float32, refuse_other_random_stream_version
 from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import WeightUpdateOptions, check_real_number
 from ._lost_updates import LostUpdateReport
@@ -223,11 +223,8 @@ class EMA:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
                 found[name] = _read_float32_weight(plans[mine[id(tensor)]])
-                continue
-            value = self._copied.get(name, tensor)
-            if isinstance(value, torch.Tensor):
-                value = value.detach().to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
-            found[name] = value
+            else:
+                found[name] = copy_as_float32(name, self._copied.get(name, tensor))
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._messages import name_type, quote
 from ..formats import Format
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
 from ._checkpoint import HALFULP_OPTION_NAMES, check_is_state_dict, is_saved_by_halfulp, walk_saved_parameters
 from ._float32 import MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
@@ -108,9 +109,10 @@ def wrap(
     parameters are stepped in place, as without wrap.
 
     Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
-    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class. The
-    optimizer's states are float32 and stay; a file holds those of each parameter. Where hu.optim has the optimizer
-    itself, that one is faster and keeps narrow states. It cannot be copied or pickled; `state_dict` carries it over.
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class;
+    4 bytes for each narrow element while the optimizer is made, which may read the weights. Its states are float32 and
+    stay; a file holds those of each parameter. Where hu.optim has the optimizer itself, that one is faster and keeps
+    narrow states. It cannot be copied or pickled; `state_dict` carries it over.
 
     Args:
         optimizer: a class, or a function that makes an instance.
@@ -184,6 +186,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             rest = {name: value for name, value in group.items() if name not in _UNSHARED_GROUP_KEYS}
             inner.append({**rest, "params": [self._find_shadow_parameter(member) for member in members]})
         base = make(inner, **options)
+        self._empty_shadows(self._shadows)
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
         _refuse_unsupported_step(base)
@@ -201,9 +204,19 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         if parameter not in self._shadows:
-            placeholder = wrap_like_dtensor(_make_placeholder(parameter), parameter)
-            self._shadows[parameter] = torch.nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+            # With its numbers, which a class may read as it is made, and without its version counter.
+            part = get_local(parameter).data
+            if isinstance(part, (MCTensor, ScaledTensor)):
+                part = part.decode(torch.float32)
+            part = part.float() if part.is_floating_point() else _make_placeholder(parameter)
+            shadow = wrap_like_dtensor(part, parameter)
+            self._shadows[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
         return self._shadows[parameter]
+
+    def _empty_shadows(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take the memory away that shadows have beyond a step."""
+        for parameter in parameters:
+            _set_shadow_memory(self._shadows[parameter], _make_placeholder(parameter))
 
     def _update_base_groups(self) -> None:
         """Make the wrapped optimizer's groups those of this one, over shadows."""
@@ -213,7 +226,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             shared = {name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS}
             shared["params"] = [self._find_shadow_parameter(parameter) for parameter in own["params"]]
             if k == len(groups):
+                known = [plan for one in own["params"] if (plan := self._plans.get(one))]
+                narrowed = [plan for plan in known if plan.spec.store is not F32]
+                for plan, value in zip(narrowed, read_float32_weights(narrowed)):
+                    _set_shadow_memory(self._shadows[plan.parameter], value)
                 self.base.add_param_group(shared)
+                self._empty_shadows(own["params"])
             else:
                 groups[k].clear()
                 groups[k].update(shared)
@@ -265,9 +283,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._step_by_gradients({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
         finally:
             for plan in plans:
-                shadow = self._shadows[plan.parameter]
-                shadow.grad = None
-                _set_shadow_memory(shadow, _make_placeholder(plan.parameter))
+                self._shadows[plan.parameter].grad = None
+            self._empty_shadows(plan.parameter for plan in plans)
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
         """Add the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""

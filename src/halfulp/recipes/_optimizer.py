@@ -17,6 +17,7 @@ from .._names import describe_unknown_name, read_registered_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
 from ..optim._algorithms import MuonSelector
+from ..optim._checkpoint import copy_as_float32
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_payloads
 from ..optim.parameters._narrow_groups import walk_group_parameters
@@ -261,7 +262,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's state_dict with every sum of components, and every other floating tensor, as float32."""
         plain = plain_state_dict(model.state_dict(), torch.float32)
-        return {name: value.float() if value.is_floating_point() else value for name, value in plain.items()}
+        return {name: copy_as_float32(name, value) for name, value in plain.items()}
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):

@@ -12,6 +12,7 @@ import halfulp as hu
 from halfulp.kernels import engine
 
 from ...laws.optim.cases import differing, snapshot
+from ..parameters.shards import make_problem, on_every_rank, sharded
 from .steps import make_model, make_optimizer, set_gradients, take_steps, through_disk
 
 
@@ -230,7 +231,7 @@ def test_tied_weights_are_one():
     assert model[1].weight is model[0].weight
 
 
-@pytest.mark.parametrize("what", ["missing", "unknown", "shape", "type"])
+@pytest.mark.parametrize("what", ["missing", "unknown", "shape", "array", "type"])
 def test_float32_weights_that_do_not_fit_are_refused(what):
     model = make_model()
     optimizer = make_optimizer("kahan", "default", model)
@@ -243,11 +244,34 @@ def test_float32_weights_that_do_not_fit_are_refused(what):
         out["extra"] = torch.zeros(2)
     elif what == "shape":
         out["2.bias"] = torch.zeros(9)
+    elif what == "array":
+        out["2.bias"] = out["2.bias"].numpy()
     else:
         out["2.bias"] = "zeros"
     with pytest.raises(ValueError, match=r"0\.weight|extra|2\.bias"):
         optimizer.load_float32_state_dict(model, out)
     assert differing(before, snapshot(optimizer)) == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_weights_are_refused_for_sharded_parameters(world, seed):
+    start, _ = make_problem(seed)
+
+    def body(rank, mesh):
+        shard = torch.nn.Parameter(sharded(start, mesh, 0, world, rank))
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(3).bfloat16()), shard])
+        optimizer = hu.optim.AdamW(model.parameters(), weight_update="kahan")
+        given = {"0": torch.ones(3), "1": start.float()}
+        if world > 1:
+            with pytest.raises(ValueError, match=r"'1' are no tensors of the model's shapes.*distribute_tensor"):
+                optimizer.load_float32_state_dict(model, given)
+            assert not model[0].any()
+        given["1"] = sharded(start.float() + 2.0**-12, mesh, 0, world, rank)
+        optimizer.load_float32_state_dict(model, given)
+        found = optimizer.float32_state_dict(model)["1"].to_local()
+        assert torch.allclose(found, given["1"].to_local(), rtol=2.0**-16)
+
+    on_every_rank(world, body)
 
 
 def test_groups_of_different_weight_updates_train_and_save_together():

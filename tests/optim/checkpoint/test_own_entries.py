@@ -1,7 +1,9 @@
 """What users and modules keep beside weights and moments: entries of the state, extra states, frozen parameters."""
 
 import copy
+import io
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +57,20 @@ def test_extra_states_come_back_beside_hooks_that_ask_for_weights():
     file["0._extra_state"]["seen"] = 3
     optimizer.load_float32_state_dict(model, file)
     assert model[0].seen == 3
+
+
+def test_numbers_of_numpy_in_groups_are_saved_as_pythons():
+    """A schedule by np.cos writes them, and weights_only takes none."""
+    weight = torch.nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = hu.optim.AdamW([weight], lr=np.float64(0.1))
+    optimizer.param_groups[0] |= {"betas": (np.float64(0.8), np.float32(0.5)), "own": [np.int64(3)]}
+    _step(weight, optimizer)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    (group,) = torch.load(buffer, weights_only=True)["param_groups"]
+    assert (group["lr"], group["betas"], group["own"]) == (0.1, (0.8, 0.5), [3])
+    assert {type(number) for number in (group["lr"], *group["betas"])} == {float}
 
 
 def test_looks_allocate_nothing_for_frozen_parameters():

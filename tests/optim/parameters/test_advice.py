@@ -23,6 +23,19 @@ def test_complex_parameters_train_as_the_message_says():
     assert (torch.view_as_complex(real.detach()).abs() < before.abs()).all()
 
 
+def test_lazy_layers_train_as_the_message_says():
+    model = torch.nn.LazyLinear(3)
+    with pytest.raises(
+        ValueError, match=r"parameter weight has no shape yet: run one batch .* then make its optimizer"
+    ):
+        hu.optim.SGD(model.named_parameters(), lr=0.1)
+    model(torch.ones(2, 4))
+    optimizer = hu.optim.SGD(model.named_parameters(), lr=0.1, param_dtype=torch.bfloat16)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    with hu.kernels.engine("reference"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("update", ["split8", "split", "kahan", "master"])
 def test_rows_that_are_added_train_as_the_message_says(update):
     """Densification, as Gaussian splatting does it: a longer parameter takes the place and the state of another."""

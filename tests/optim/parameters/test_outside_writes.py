@@ -129,6 +129,18 @@ def _assign(model, optimizer, before):
     return before
 
 
+def _swapped(factor):
+    """Exchange parameters as model.to() does under set_swap_module_params_on_conversion(True)."""
+
+    def act(model, optimizer, before):
+        for parameter in model.parameters():
+            parameter.grad = None
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(parameter.detach() * factor))
+        return before if factor == 1 else _shown(model)
+
+    return act
+
+
 def _looked_at(model, optimizer, before):
     optimizer.bytes_per_parameter(), optimizer.state_dict(), str(optimizer)
     return before
@@ -151,6 +163,8 @@ ACTS = {
     "another vector to parameters": _vector(1.5),
     "load_float32_state_dict": _float32,
     ".data = a copy": _assign,
+    "swapped with a copy": _swapped(1),
+    "swapped with another": _swapped(-1.5),
     "a look": _looked_at,
     "initialised again": _reinitialised,
 }

@@ -174,3 +174,21 @@ check(lambda held: hu.optim.Adafactor(held, lr=0.1, weight_decay=0.1))
 check(lambda held: hu.optim.Prodigy(held, weight_decay=0.1, param_dtype=torch.bfloat16, weight_update="kahan"))
 """
     in_two_processes(ON_TWO.replace("{CHECKS}", checks))
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+def test_a_step_under_autocast_has_its_own_bits(kind, has_products, seed, monkeypatch):
+    """Also Muon's on a processor without products of bfloat16, which are float32."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_products)
+    made = []
+    for enabled in (False, True):
+        generator = torch.Generator().manual_seed(seed)
+        w = torch.nn.Parameter(torch.randn(24, 16, generator=generator))
+        optimizer = getattr(hu.optim, kind)([w], lr=0.01)
+        for _ in range(3):
+            w.grad = torch.randn(24, 16, generator=generator)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        made.append(w.detach())
+    assert torch.equal(*made)

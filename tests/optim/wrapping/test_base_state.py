@@ -310,3 +310,44 @@ def test_hooks_of_every_optimizer_see_one_step_also_where_a_class_calls_its_pare
     finally:
         handle.remove()
     assert seen == [optimizer]
+
+
+class _Anchored(torch.optim.Optimizer):
+    """A step towards the weights that the optimizer was made with, which it reads as it takes a group."""
+
+    def __init__(self, params, lr=0.25):
+        super().__init__(params, {"lr": lr})
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter]["anchor"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    back = parameter - self.state[parameter]["anchor"]
+                    parameter.sub_(parameter.grad + back, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("narrow", [{}, {"param_dtype": torch.bfloat16, "weight_update": "split"}], ids=["kept", "cut"])
+def test_a_class_may_read_the_weights_as_it_takes_their_group(dtype, narrow, seed):
+    first, second = (torch.nn.Parameter(torch.randn(6).to(dtype)) for _ in range(2))
+    theirs = [torch.nn.Parameter(p.detach().float().clone()) for p in (first, second)]
+    wanted, made = _Anchored(theirs[:1]), hu.optim.wrap(_Anchored, [first], **narrow)
+    wanted.add_param_group({"params": theirs[1:]})
+    made.add_param_group({"params": [second]})
+    assert not any(shadow.untyped_storage().nbytes() > 4 for shadow in made.base.param_groups[0]["params"])
+    for _ in range(5):
+        for a, b in zip(theirs, (first, second)):
+            b.grad = torch.randn(6).to(b.dtype)
+            a.grad = b.grad.float()
+        wanted.step()
+        made.step()
+    shown = made.float32_state_dict(torch.nn.ParameterList([first, second])).values()
+    exact = dtype == torch.float32 or narrow
+    for a, b in zip(theirs, shown):
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=0.02)

@@ -226,3 +226,19 @@ def test_fsdp1_is_refused(whole, seed):
             narrowed(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim scripts functions
+def test_zero_redundancy_optimizers_are_refused(process_group, seed):
+    """A rank narrows its own share alone, which its broadcasts would write into float32 parameters elsewhere."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = Net()
+    with pytest.raises(ValueError, match=r"held by ZeroRedundancyOptimizer.*hu\.convert.*leave out param_dtype="):
+        ZeroRedundancyOptimizer(model.parameters(), hu.optim.AdamW, param_dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    hu.convert(model, "bf16-kahan")
+    outer = ZeroRedundancyOptimizer(model.parameters(), hu.optim.AdamW, weight_update="kahan")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    outer.step()

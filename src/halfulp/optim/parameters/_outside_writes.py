@@ -43,6 +43,9 @@ def carry_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: Pay
     if not is_same and before.dtype == memory.dtype and not (before.is_meta or memory.is_meta):
         is_freed = before.untyped_storage().nbytes() < before.nbytes  # by an offloader
         is_same = not is_freed and same_bits(before.to(memory.device), memory)
+        # torch.utils.swap_tensors leaves the counter with the memory: the parameter has another one now.
+        if is_same and part is parameter and before._version == held.version != parameter._version:
+            return replace(held, memory=memory, version=parameter._version)
     return replace(held, memory=memory, version=held.version if is_same else MOVED_VERSION)
 
 

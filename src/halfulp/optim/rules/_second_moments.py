@@ -127,7 +127,7 @@ def normalize_adafactor_gradient(tensors: Any, group: Mapping, step: int) -> tup
     else:
         row = held["row_var"].lerp_(_compute_mean_square(g, -1), take)
         column = held["col_var"].lerp_(_compute_mean_square(g, -2), take)
-        variance = row @ column / row.mean(-2, keepdim=True).clamp(min=eps1)
+        variance = row * column / row.mean(-2, keepdim=True).clamp(min=eps1)
     direction = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
     clip = max(1.0, compute_root_mean_square(direction) / float(group["d"]))
     return direction, ((-rate if group["maximize"] else rate) / clip,)

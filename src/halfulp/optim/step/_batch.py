@@ -413,7 +413,9 @@ class PlanCache:
 
 def refuse_unwritable_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
     """Refuse a parameter whose numbers no step here can write; memory still to come is looked at when it steps."""
-    if part.is_meta or has_strided_values(part) or torch.nn.parameter.is_lazy(parameter):
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ValueError(f"parameter {name} has no shape yet: run one batch through the model, then make its optimizer")
+    if part.is_meta or has_strided_values(part):
         return
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):

@@ -336,7 +336,8 @@ def add_prepared_tensors(batch: Batch) -> None:
     if prepare is None:
         return
     for row, (group, age) in enumerate(batch.rule_steps):
-        made, late = prepare(GatheredTensors(batch, row), group, age)
+        with torch.autocast(batch.device.type, enabled=False):  # the caller's would multiply in 16 bits
+            made, late = prepare(GatheredTensors(batch, row), group, age)
         shard = batch.plans[row].index_map
         places = zip(shard.shape, shard.offset, shard.step)
         own = made[tuple(slice(first, first + count * step, step) for count, first, step in places)]
