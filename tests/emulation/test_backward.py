@@ -380,6 +380,24 @@ def test_a_hook_may_take_the_gradient_away():
     assert x.grad is None
 
 
+def test_a_leaf_without_a_gradient_keeps_none():
+    class PassFirst(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient, None
+
+    x, y = (torch.tensor([1.3, 2.7], requires_grad=True) for _ in range(2))
+    with region("e8m1"):
+        out = PassFirst.apply(x, y).sum()
+    out.backward()
+    assert torch.equal(x.grad, torch.ones(2))
+    assert y.grad is None
+
+
 def test_a_plain_backward_pass_is_left_alone(seed):
     """While an emulated graph is alive, gradients that do not pass through it are not rounded."""
     model = nn.Linear(4, 4)

@@ -33,6 +33,31 @@ def test_parameters_and_buffers_are_rounded_on_entry(seed):
     assert model[1].running_var[0].item() == 0.25
 
 
+def test_an_expanded_buffer_is_rounded():
+    model = nn.Linear(4, 4)
+    model.register_buffer("factor", torch.tensor([[0.3], [0.7]]).expand(2, 4))
+    emulate(model, "e8m1")
+    assert torch.equal(model.factor, torch.tensor([[0.25], [0.75]]).expand(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    {
+        "float16": torch.tensor([0.3], dtype=torch.float16),
+        "sparse": torch.tensor([0.3, 0.0]).to_sparse(),
+        "lazy": nn.parameter.UninitializedParameter(),
+    }.items(),
+)
+def test_what_cannot_be_rounded_is_refused_before_anything_is(name, value):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    (model[1].register_parameter if name == "lazy" else model[1].register_buffer)("last", value)
+    before = model[0].weight.detach().clone()
+    with pytest.raises((NotImplementedError, ValueError), match=r"1\.last"):
+        emulate(model, "e8m1")
+    assert torch.equal(model[0].weight, before)
+    assert "forward" not in vars(model)
+
+
 def test_parameters_that_leave_the_format_are_an_error(seed):
     model = network()
     emulate(model, "e8m3")

@@ -95,6 +95,8 @@ def test_memory_of_the_caller_is_not_written():
         x.reshape(2, 1)
         x.detach()
         x.expand(3, 2)
+        torch.unsafe_chunk(x, 2)
+        torch.unsafe_split_with_sizes(x, [1, 1])
     assert numbers.tolist() == pytest.approx([0.3, 0.7])
     assert torch.equal(x, torch.tensor([0.3, 0.7]))
 

@@ -222,6 +222,22 @@ def test_states_of_others_are_refused(alone):
     assert same_state(reduction.state_dict(), held)
 
 
+def test_a_state_is_loaded_onto_the_parameters_device(alone):
+    """As one that torch.load has mapped to the CPU; here the other way, which every machine has."""
+    reduction = reduce_in_bfloat16(alone)
+    reduction.names = {torch.empty(2, 4, device="meta"): "weight"}
+    reduction.load_state_dict({**reduction.state_dict(), "rank_0": {"weight": {"sent": torch.ones(8)}}})
+    assert reduction.state_dict()["rank_0"]["weight"]["sent"].device.type == "meta"
+
+
+def test_a_loss_that_was_not_scaled_is_told_as_without_a_reduction(alone):
+    scaler = hu.AdaptiveGradScaler(alone)
+    reduce_in_bfloat16(alone, scaler=scaler)
+    alone(torch.randn(3, 4)).square().mean().backward()
+    with pytest.raises(ValueError, match="there is nothing to unscale"):
+        scaler.step(torch.optim.SGD(alone.parameters(), lr=0.1))
+
+
 def test_gradients_that_bfloat16_cannot_send_are_refused(alone):
     reduction = reduce_in_bfloat16(alone)
     with pytest.raises(NotImplementedError, match=r"a gradient of torch\.float64"):

@@ -213,6 +213,37 @@ def test_resumed_is_uninterrupted(options, seed):
     assert second[1].state_dict() == whole[1].state_dict()
 
 
+@pytest.mark.parametrize("at", ["scale", "backward", "unscale", "step"])
+@pytest.mark.parametrize("options", [{"interval": 1}, {"interval": 1, "policy": "underflow-bound"}], ids=str)
+def test_a_state_that_is_loaded_within_an_iteration_begins_it_anew(options, at, seed):
+    """As where a loss that is not finite sends the training back to its last checkpoint."""
+    model = mlp()
+    scaler, opt = hu.AdaptiveGradScaler(model, format="fp16", **options), torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run_until(end, factor):
+        torch.manual_seed(seed)
+        opt.zero_grad()
+        scaled = scaler.scale(mean_square(model(batch())) * factor)
+        for name, act in {"backward": scaled.backward, "unscale": lambda: scaler.unscale_(opt)}.items():
+            if end in (name, "step", "update") or (end == "unscale" and name == "backward"):
+                act()
+        if end in ("step", "update"):
+            scaler.step(opt)
+        if end == "update":
+            scaler.update()
+
+    run_until("update", 1.0)
+    saved = scaler.state_dict()
+    run_until("update", 2.0**-9)
+    wanted = scaler.state_dict()
+    scaler.load_state_dict(saved)
+    run_until(at, torch.inf)
+    scaler.load_state_dict(saved)
+    run_until("update", 2.0**-9)
+    assert scaler.last_step.applied
+    assert scaler.state_dict() == wanted
+
+
 def test_a_grad_scalers_state_is_refused_with_the_scale_to_start_from(seed):
     model = mlp()
     reference = torch.amp.GradScaler("cpu", init_scale=2.0**7)

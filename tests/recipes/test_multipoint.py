@@ -142,6 +142,22 @@ def test_a_layer_in_two_places_is_quantized_in_both(seed):
     torch.testing.assert_close(model(x), wanted, rtol=0, atol=0.1)
 
 
+def test_a_layer_that_is_called_by_name_is_quantized_as_any_other(seed):
+    class Named(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    named, x = Named(nn.Linear(12, 5)), torch.randn(9, 12)
+    plain = nn.Sequential(copy.deepcopy(named.layer))
+    made = [hu.multipoint(model, 3, [x], budget=1.5) for model in (named, plain)]
+    assert torch.equal(named(x), plain(x))
+    assert made[0].bytes == made[1].bytes
+
+
 def test_a_transformers_layer_still_takes_its_fast_path(seed):
     torch.manual_seed(seed % 2**31)
     model, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)

@@ -43,6 +43,7 @@ def test_operands_and_results_are_rounded_as_by_hand(name, seed):
         wanted = narrow(by_hand(narrow(x)))
     got = model[0](x)
     assert torch.equal(got, wanted)
+    assert torch.equal(model[0](input=x), wanted)
     slope = torch.randn_like(got)
     got.backward(slope)
     rounded = narrow(x.detach()).requires_grad_()

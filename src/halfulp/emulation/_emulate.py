@@ -154,8 +154,10 @@ def emulate(
 
     Raises:
         TypeError: If the model is neither a module nor callable, is a ScriptModule, or has parameters of 16 bits.
-        ValueError: If the model or a part is emulated already, the format is a block format or lacks zero or negative
-            numbers, or `parameters` is neither word.
+        ValueError: If the model or a part is emulated already, a parameter has no shape yet, the format is a block
+            format or lacks zero or negative numbers, or `parameters` is neither word.
+        NotImplementedError: If a parameter or buffer is no dense plain tensor, or a buffer is of 16 bits. The model is
+            as it was after any error.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> with emulate(model, "e8m3") as emulation:
@@ -176,11 +178,13 @@ def emulate(
     model = getattr(model, "_orig_mod", model)
     _check_model(model)
     if parameters == "round":
+        held = {f"parameter {name}": value for name, value in model.named_parameters()}
+        held |= {f"buffer {name}": value for name, value in model.named_buffers()}
+        for name, value in held.items():
+            rounder.check_tensor(value, name)
         with torch.no_grad():
-            for name, value in model.named_parameters():
-                rounder.round_in_place(value, f"parameter {name}")
-            for name, value in model.named_buffers():
-                rounder.round_in_place(value, f"buffer {name}")
+            for name, value in held.items():
+                rounder.round_in_place(value, name)
         for parameter in model.parameters():
             setattr(parameter, EMULATED_FORMAT_ATTRIBUTE, rounder.format.name)
     emulation = Emulation(model, rounder, parameters)
@@ -210,6 +214,8 @@ def _check_model(model: nn.Module) -> None:
                 "by its remove() (the handle is the module's forward)"
             )
     for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one batch through the model first")
         if parameter.is_floating_point() and parameter.dtype not in WIDE_DTYPES:
             raise TypeError(
                 f"emulate needs float32 or float64 parameters, because an operator on {parameter.dtype} has rounded "

@@ -36,10 +36,10 @@ _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR = {
 _RUNNING_STATISTICS_BY_OPERATOR = dict.fromkeys(
     ("native_batch_norm", "miopen_batch_norm", "cudnn_batch_norm"), ((3, "running_mean"), (4, "running_var"))
 )
-# A view although the schema does not say so, and memory without numbers.
+# Views although the schema does not say so, and memory without numbers.
 _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
-    ("_unsafe_view", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-) | {"resize_", "resize_as_", "set_"}
+    ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "resize_", "resize_as_", "set_")
+) | {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
 class OperatorResultKinds(NamedTuple):
@@ -202,9 +202,9 @@ class _RoundingMode(TorchDispatchMode):
             owner = me()
             return owner if owner is not None and owner._backward_task == torch._C._current_graph_task_id() else None
 
-        def round_gradient_sum(gradient: Tensor) -> Tensor | None:
+        def round_gradient_sum(gradient: Tensor | None) -> Tensor | None:
             owner = get_mode_in_backward()
-            return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
+            return None if owner is None or gradient is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
 
         def round_accumulated_gradient(leaf: Tensor) -> None:
             owner = get_mode_in_backward()

@@ -38,6 +38,11 @@ class Rounder:
         """The settings by which two rounders give the same results."""
         return self.format, self.rounding, self.overflow
 
+    def check_tensor(self, x: Tensor, source: str) -> None:
+        """Raise for a floating tensor that cannot be rounded."""
+        if (x.is_floating_point() or x.is_complex()) and not x.is_meta:
+            self._find_rounding_target(self._view_as_real(x.detach(), source).dtype, source)
+
     def round_in_place(self, x: Tensor, source: str) -> None:
         """Round the floating numbers of x in place."""
         # A zero tensor holds zeros that torch has not written out, which every format has.
@@ -76,6 +81,8 @@ class Rounder:
         if x.is_contiguous() and out.is_contiguous():
             run_kernel(x, target, key, out)
             return
+        if x is out:  # an expanded tensor, such as a buffer, holds each number once
+            x = out = x[tuple(slice(None if step else 1) for step in x.stride())]
         ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
         run_kernel(ordered, target, key, ordered)
         out.copy_(ordered)

@@ -328,7 +328,8 @@ class ExponentController:
         return [*counters, self._restart_iteration, self._skips_in_row]
 
     def load_state(self, given: dict[str, Any], progress: list) -> None:
-        """Load the sites of a state."""
+        """Load the sites of a state, and leave the iteration that is under way."""
+        self._clear_iteration()
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set_exponent(self.sites[key], values["exponent"])
@@ -491,7 +492,6 @@ class ExponentController:
     def _begin_iteration(self) -> None:
         """Count an iteration, clear what the last one gathered, and decide whether the next one is measured."""
         self.iteration += 1
-        self.backward.end_iteration()
         if self._is_skipped:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restart_iteration = self.iteration
@@ -502,6 +502,11 @@ class ExponentController:
         if self.loss_follower.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
             self.sites.set_reference_binade(None)
+        self._clear_iteration()
+
+    def _clear_iteration(self) -> None:
+        """Clear what an iteration has gathered."""
+        self.backward.end_iteration()
         for site in self.sites.values():
             site.proposals.clear()
         for gathered in (self._measured, self.loss_follower.read_binades, self._suspects, self.losses):

@@ -65,7 +65,11 @@ class NarrowAllReduceState:
             sizes = {"sent": numbers[name], "summed": -(-numbers[name] // self.size)}
             if any(owed.numel() != sizes[part] for part, owed in held.items()):
                 raise ValueError(f"the state is of another model, whose {name!r} has another size: load this model's")
-        copied = {name: {part: owed.clone() for part, owed in held.items()} for name, held in state_dict[mine].items()}
+        devices = {name: parameter.device for parameter, name in self.names.items()}
+        copied = {
+            name: {part: owed.to(devices[name], copy=True) for part, owed in held.items()}
+            for name, held in state_dict[mine].items()
+        }
         self._remainders, self._scale = defaultdict(dict, copied), state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -129,7 +133,9 @@ class NarrowAllReduceState:
         return received.view(_SENT_DTYPE).view(self.size, -1)
 
     def _read_scaler_scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        # An AdaptiveGradScaler takes `get_scale` for a sign that gradients are set by hand.
+        read = getattr(self._scaler, "_compute_global_scale", getattr(self._scaler, "get_scale", lambda: 1.0))
+        return float(read())
 
 
 if dist.is_available():

@@ -268,6 +268,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if flags and self._controller.read_overflow_and_measurements(flags):
             self.last_step = self._controller.record_and_explain_skipped_step()
         self._controller.update_exponents(by_hand=exponent)
+        self._clear_iteration()
+
+    def _clear_iteration(self) -> None:
+        """Clear what is known of the gradients of an iteration."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._divided.clear()
         self._scale_was_read = False
@@ -320,8 +324,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             ValueError: there is no such site yet; sites are known from the first forward pass on.
         """
         self._controller.assign_exponents(exponents)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._divided.clear()
+        self._clear_iteration()
 
     def merge_into_global_site(self, *keys: str, reason: str = "by hand") -> None:
         """Let sites follow the global exponent from now on.
@@ -363,7 +366,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load what `state_dict` returned, and begin its iteration anew: gradients made before are not stepped with.
 
         Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
         floor and ceiling stay this scaler's.
@@ -382,6 +385,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         controller.load_state(given, state_dict["progress"])
+        self._clear_iteration()
 
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""

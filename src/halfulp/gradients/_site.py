@@ -287,7 +287,7 @@ def get_local_values(gradient: Tensor) -> Tensor:
     """Return the elements that this process holds, dense."""
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:
-        gradient = gradient.coalesce().values()
+        gradient = (gradient.coalesce() if gradient.is_sparse else gradient).values()
     gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 

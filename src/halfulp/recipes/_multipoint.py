@@ -106,12 +106,12 @@ class MultipointLayer(nn.Module):
             self.scales = scales.to(self.scales.device)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The layer's forward pass."""
         if self._convolves:
-            convolved: Tensor = cast(Any, self.layer)._conv_forward(x, self.weight, self.bias)
+            convolved: Tensor = cast(Any, self.layer)._conv_forward(input, self.weight, self.bias)
             return convolved
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
 
 
 def multipoint(
@@ -290,7 +290,9 @@ def _measure_input_second_moments(
         counts[name] += rows.shape[1]
 
     handles = [
-        layer.register_forward_pre_hook(lambda layer, args, name=name: add_moment(name, layer, args[0]))
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs, name=name: add_moment(name, layer, *args, *kwargs.values()), with_kwargs=True
+        )
         for name, layer in chosen.items()
     ]
     training, seen = [module for module in model.modules() if module.training], 0

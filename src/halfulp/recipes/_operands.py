@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import block_names
+from ..gradients._functions import map_tensors
 from ..kernels._plain_memory import is_floating
 from ..rounding import quantize, straight_through
 from ._plan import has_rounded_operands
@@ -23,11 +24,11 @@ class RoundOperandsHook:
     def __init__(self, format: str) -> None:
         self.format = format
 
-    def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         if getattr(layer, "_is_replica", False):
             _raise_for_layer_copy(layer, self.format)
         vars(layer)["weight"] = straight_through(layer._parameters["weight"], self.format)
-        return tuple(straight_through(x, self.format) if is_floating(x) else x for x in inputs)
+        return map_tensors((args, kwargs), lambda x: straight_through(x, self.format) if is_floating(x) else x, False)
 
 
 class RoundResultHook:
@@ -175,5 +176,5 @@ def install_operand_rounding(model: nn.Module, recipe: Recipe) -> None:
             forward = vars(module)["forward"] = BlockProductForward(module, format)
             module.register_forward_pre_hook(RefuseLayerCopiesHook(forward))
             continue
-        module.register_forward_pre_hook(RoundOperandsHook(format))
+        module.register_forward_pre_hook(RoundOperandsHook(format), with_kwargs=True)
         module.register_forward_hook(RoundResultHook(format), always_call=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 from halfulp.gradients._compiled_backend import make_torch_compile_backend, plan_sites
@@ -342,6 +343,21 @@ def test_a_dynamic_batch(dynamic, seed):
         found = _backpropagate(compiled(x).square().sum(), model, backward)
         assert all(torch.equal(a, b) for a, b in zip(found.values(), expected.values(), strict=True))
         _shuffle(backward)
+
+
+def test_a_whole_model_under_a_checkpoint(seed):
+    model, x = _mlp(), torch.randn(9, 6)
+    backward, plain = _watched(model), build_copy(model)
+
+    def checkpointed(one):
+        return lambda x: checkpoint(one, x, use_reentrant=False).square().sum()
+
+    expected = _backpropagate(torch.compile(checkpointed(plain), backend="aot_eager")(x), plain)
+    compiled = torch.compile(checkpointed(model), backend=make_torch_compile_backend(backward, "aot_eager"))
+    for _ in range(2):
+        assert _same(_backpropagate(compiled(x), model, backward), expected)
+        _shuffle(backward)
+    assert len(backward.reached) > 1
 
 
 def build_copy(model: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 
@@ -106,3 +107,33 @@ def test_one_output_twice_stays_one(seed):
         return mean_square(out["last"]) + (out["all"][1] * 3).tanh().sum()
 
     exact(model, run, seed)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "e5m2"}], ids=str)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_hook_that_differentiates_another_graph_sees_true_gradients(reentrant, options, seed):
+    """As of a deep equilibrium model, whose hook solves for its gradient by the graph of one more step."""
+    seen = []
+
+    class Equilibrium(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step, self.last, self.block = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), mlp(2)
+
+        def forward(self, x):
+            inner = x.clone().requires_grad_()
+            again = self.step(inner).tanh()
+
+            def differentiate(gradient):
+                seen.append(torch.autograd.grad(again, inner, torch.ones_like(again), retain_graph=True)[0])
+
+            h = self.step(x).tanh()
+            h.register_hook(differentiate)
+            return checkpoint(self.block, self.last(h), use_reentrant=reentrant)
+
+    model, x = Equilibrium(), batch()
+    plainly(seed, lambda: mean_square(model(x)), model)
+    scaler = hu.AdaptiveGradScaler(model, **options)
+    scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model)
+    assert len(seen) == 3
+    assert all(torch.equal(one, seen[0]) for one in seen)

@@ -516,6 +516,21 @@ def test_a_sparse_embedding_that_is_read_twice(seed):
     assert_same(scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(ids))).backward(), model), wanted)
 
 
+def test_nested_tensors_are_exact(seed):
+    class Ragged(nn.Sequential):
+        def forward(self, x):
+            nested = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+            return torch.nested.to_padded_tensor(self[1](self[0](nested).relu()), 0.0)
+
+    model, x = Ragged(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
+    wanted = plainly(seed, lambda: mean_square(model(x)), model)
+    scaler = watched(model, lambda: mean_square(model(x)))
+    torch.manual_seed(seed)
+    scaler.scale(mean_square(model(x))).backward()
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert_same(gradients(model), wanted)
+
+
 def penalised(model, x, scaler):
     """Torch's own recipe: the norm of the input's gradient, unscaled by hand."""
     loss = mean_square(model(x))

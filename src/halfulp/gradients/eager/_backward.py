@@ -93,8 +93,8 @@ class Backward:
         self.measuring = True
         self.passes = 0
         self.second_order = False
-        # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
-        self.replayed = False
+        # The graph tasks of the scaled backward pass: its own, and those of reentrant checkpoints in it.
+        self._tasks: set[int] = set()
         self.measurements = PendingMeasurements()
         # Of the latest forward passes without edges, autograd's sequence numbers before and after; and their number.
         self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
@@ -131,7 +131,7 @@ class Backward:
             return
         self.active = True
         self.loss_follower.reset_lift_for_backward_pass(self.measuring)
-        self._task = torch._C._current_graph_task_id()
+        self._tasks = {torch._C._current_graph_task_id()}
         Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
     @hide_own_frames_from_compiler
@@ -198,7 +198,7 @@ class Backward:
         """Clear the iteration's counts, measurements and reached sites."""
         self.deactivate_edge_hooks()
         self.passes = self.forwards = 0
-        self.second_order = self.replayed = False
+        self.second_order = False
         self.measurements.unread.clear()
         self.loss_follower.binades.clear()
         self.reached.clear()
@@ -249,7 +249,7 @@ class Backward:
     @hide_own_frames_from_compiler
     def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
-        if not self.active:
+        if self.has_inactive_hooks():
             return None
         return tuple(None if gradient is None else self.round_to_format(gradient) for gradient in gradients)
 
@@ -273,7 +273,7 @@ class Backward:
         @hide_own_frames_from_compiler
         def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
-            if self.active and gradient is not None and stored is not None:
+            if self.is_in_scaled_pass() and gradient is not None and stored is not None:
                 proposal = self.policy.propose_exponent_bounds(site, factor.align_operands(gradient), stored)
                 if proposal is not None:
                     site.proposals.append(proposal)
@@ -286,8 +286,16 @@ class Backward:
             if torch.is_grad_enabled() and not self.second_order:
                 self._use_one_scale_for_second_order()
             return True
-        # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
-        return torch._C._current_graph_task_id() != self._task and not self.replayed
+        return not self.is_in_scaled_pass()
+
+    def is_in_scaled_pass(self) -> bool:
+        """Return whether this thread differentiates the scaled loss, and not another one in a hook of its graph."""
+        return self.active and torch._C._current_graph_task_id() in self._tasks
+
+    @hide_own_frames_from_compiler
+    def join_scaled_pass(self, gradients: tuple) -> None:
+        """Let a backward pass that begins here, a reentrant checkpoint's, be a part of the scaled one (a hook)."""
+        self._tasks.add(torch._C._current_graph_task_id())
 
     def _use_one_scale_for_second_order(self) -> None:
         """Deactivate the edges until the next update, and warn, once."""

@@ -580,7 +580,18 @@ def _rerun_checkpoint_in_region(run: Callable[..., Any], region: Region, *args: 
     """Run what reentrant checkpointing runs again during backward, with edges of its own."""
     if thread_region_state.region is not None or not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    region._backward.replayed = True
-    with Region(region._backward, region._names) as again:
+    backward = region._backward
+    with Region(backward, region._names) as again:
         again.path = list(region.path)
-        return again.move_output_to_global_exponent(run(*args, **kwargs), wide=False)
+        out = again.move_output_to_global_exponent(run(*args, **kwargs), wide=False)
+
+    def let_backward_pass_join(x: Tensor) -> Tensor:
+        if x.is_leaf:
+            return x
+        # Its hook is called before those of edges.
+        x = torch.ops.aten.alias.default(x)
+        node: Any = x.grad_fn
+        node.register_prehook(backward.join_scaled_pass)
+        return x
+
+    return map_tensors(out, let_backward_pass_join) if backward.is_in_scaled_pass() else out
