@@ -352,8 +352,10 @@ class MCTensor(CompositeTensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         marks = get_autograd_marks(self)
-        parts = tuple(part.detach() for part in self._parts)
-        return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
+        # All detached: plain pickle joins tensors that are one object, and would give views apart one scale.
+        parts, scale = tuple(part.detach() for part in self._parts), self._scale
+        fields = parts, None if scale is None else scale.detach(), self._gradients
+        return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, *fields, *marks)
 
     @property
     def data(self) -> Tensor:

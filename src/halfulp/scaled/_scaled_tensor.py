@@ -261,7 +261,8 @@ class ScaledTensor(CompositeTensor):
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
         home = () if self._home is None else (self._home,)
-        fields = stored, payload.dtype, self._scale, self.dtype
+        # Detached too: plain pickle joins tensors that are one object, and would give views apart one scale.
+        fields = stored, payload.dtype, self._scale.detach(), self.dtype
         return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, *fields, *marks, *home)
 
     @property

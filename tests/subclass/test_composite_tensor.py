@@ -1,0 +1,41 @@
+"""What both tensor classes share: copies of views, and calls that have no meaning for several plain tensors."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from halfulp.mctensor import MCTensor
+from halfulp.scaled import ScaledTensor
+
+MAKERS = {
+    "scaled": ScaledTensor.encode,
+    "components": lambda values: MCTensor.encode(values, 2, torch.float16),
+    "components without a scale": lambda values: MCTensor.encode(values, 2, torch.float32),
+}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+
+
+def _pickled(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+def _saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("way", [_pickled, _saved, copy.deepcopy])
+@every_maker
+def test_copies_of_views_share_as_plain_ones_do(make, way):
+    def write_after_copying(x):
+        whole, view, detached = way([x, x[1:], x.detach()])
+        whole.mul_(2.0**20)  # beyond what the scale holds
+        return [each.tolist() for each in (whole, view, detached)]
+
+    values = torch.tensor([1.0, 2.0, 3.0])
+    assert write_after_copying(make(values)) == write_after_copying(values)
