@@ -39,3 +39,11 @@ def test_copies_of_views_share_as_plain_ones_do(make, way):
 
     values = torch.tensor([1.0, 2.0, 3.0])
     assert write_after_copying(make(values)) == write_after_copying(values)
+
+
+@every_maker
+def test_a_python_function_is_not_called_on_memory_that_is_not_there(make):
+    x = make(torch.ones(2))
+    with pytest.raises(TypeError, match="decode"):
+        x.apply_(abs)
+    assert x.tolist() == [1.0, 1.0]

@@ -319,10 +319,6 @@ class MCTensor(CompositeTensor):
         """
         return format_values(self._parts, self._scale, digits)
 
-    def apply_(self, function: Callable[..., Any]) -> MCTensor:
-        """Refuse: no Python function takes a sum of components."""
-        raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return format_tensor(self, self._parts, self._scale, self._gradients)
 

@@ -82,6 +82,10 @@ class CompositeTensor(torch.Tensor):
         """Return the values, rounded to float64, as Python floats in nested lists."""
         return self.detach().decode(torch.float64).tolist()
 
+    def apply_(self, function: Callable[..., Any]) -> NoReturn:
+        """Raise TypeError: torch would call the function on memory that is not there."""
+        raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Raise TypeError: NumPy has no such type."""
         raise TypeError(
