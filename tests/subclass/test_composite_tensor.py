@@ -47,3 +47,25 @@ def test_a_python_function_is_not_called_on_memory_that_is_not_there(make):
     with pytest.raises(TypeError, match="decode"):
         x.apply_(abs)
     assert x.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: x + y,
+        lambda x, y: x * y,
+        lambda x, y: x @ y,
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.where(torch.tensor([True, False]), x, y),
+        lambda x, y: x.copy_(y),
+        lambda x, y: x.add_(y),
+        lambda x, y: torch.nn.functional.linear(x, y[None]),
+        lambda x, y: torch._foreach_add([x], [y]),
+    ],
+)
+def test_the_two_classes_do_not_mix(call):
+    x, y = ScaledTensor.encode(torch.ones(2)), MCTensor.encode(torch.ones(2))
+    for one, other in ((x, y), (y, x)):
+        with pytest.raises(NotImplementedError, match=r"takes no MCTensor beside a ScaledTensor.*decode"):
+            call(one, other)
+    assert x.tolist() == y.tolist() == [1.0, 1.0]

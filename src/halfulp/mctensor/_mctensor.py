@@ -16,6 +16,7 @@ from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
     get_autograd_marks,
+    refuse_mixed_classes,
     restore_autograd_marks,
 )
 from ..subclass._in_backward import (
@@ -195,6 +196,8 @@ class MCTensor(CompositeTensor):
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         refuse_make_fx("MCTensor")
+        if len(types) > 1:
+            refuse_mixed_classes(operator, types)
         return find_rule(operator)(*arguments, **(options or {}))
 
     @staticmethod

@@ -16,6 +16,7 @@ from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
     get_autograd_marks,
+    refuse_mixed_classes,
     restore_autograd_marks,
 )
 from ..subclass._in_backward import refuse_make_fx
@@ -110,6 +111,8 @@ class ScaledTensor(CompositeTensor):
     ) -> Any:
         if torch._C._len_torch_dispatch_stack():
             refuse_make_fx("ScaledTensor")
+        if len(types) > 1:
+            refuse_mixed_classes(operator, types)
         try:
             home = find_home_of_arguments(arguments, options)
             if home is not None or is_in_quotient_formula():
