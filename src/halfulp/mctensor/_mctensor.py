@@ -16,6 +16,7 @@ from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
     get_autograd_marks,
+    refuse_mixed_classes,
     restore_autograd_marks,
 )
 from ..subclass._in_backward import (
@@ -195,6 +196,8 @@ class MCTensor(CompositeTensor):
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         refuse_make_fx("MCTensor")
+        if len(types) > 1:
+            refuse_mixed_classes(operator, types)
         return find_rule(operator)(*arguments, **(options or {}))
 
     @staticmethod
@@ -319,10 +322,6 @@ class MCTensor(CompositeTensor):
         """
         return format_values(self._parts, self._scale, digits)
 
-    def apply_(self, function: Callable[..., Any]) -> MCTensor:
-        """Refuse: no Python function takes a sum of components."""
-        raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return format_tensor(self, self._parts, self._scale, self._gradients)
 
@@ -352,8 +351,10 @@ class MCTensor(CompositeTensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         marks = get_autograd_marks(self)
-        parts = tuple(part.detach() for part in self._parts)
-        return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
+        # All detached: plain pickle joins tensors that are one object, and would give views apart one scale.
+        parts, scale = tuple(part.detach() for part in self._parts), self._scale
+        fields = parts, None if scale is None else scale.detach(), self._gradients
+        return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, *fields, *marks)
 
     @property
     def data(self) -> Tensor:

@@ -16,6 +16,7 @@ from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
     get_autograd_marks,
+    refuse_mixed_classes,
     restore_autograd_marks,
 )
 from ..subclass._in_backward import refuse_make_fx
@@ -110,6 +111,8 @@ class ScaledTensor(CompositeTensor):
     ) -> Any:
         if torch._C._len_torch_dispatch_stack():
             refuse_make_fx("ScaledTensor")
+        if len(types) > 1:
+            refuse_mixed_classes(operator, types)
         try:
             home = find_home_of_arguments(arguments, options)
             if home is not None or is_in_quotient_formula():
@@ -261,7 +264,8 @@ class ScaledTensor(CompositeTensor):
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
         home = () if self._home is None else (self._home,)
-        fields = stored, payload.dtype, self._scale, self.dtype
+        # Detached too: plain pickle joins tensors that are one object, and would give views apart one scale.
+        fields = stored, payload.dtype, self._scale.detach(), self.dtype
         return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, *fields, *marks, *home)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
@@ -82,6 +82,10 @@ class CompositeTensor(torch.Tensor):
         """Return the values, rounded to float64, as Python floats in nested lists."""
         return self.detach().decode(torch.float64).tolist()
 
+    def apply_(self, function: Callable[..., Any]) -> NoReturn:
+        """Raise TypeError: torch would call the function on memory that is not there."""
+        raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Raise TypeError: NumPy has no such type."""
         raise TypeError(
@@ -113,6 +117,15 @@ class CompositeTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = deepcopy(self.grad, memo)
         return made
+
+
+def refuse_mixed_classes(operator: Any, types: Iterable[type]) -> None:
+    """Raise if an operator's tensors are of several classes here: no rule of either reads the other's parts."""
+    names = sorted(one.__name__ for one in types if issubclass(one, CompositeTensor))
+    if len(names) > 1:
+        raise NotImplementedError(  # a TypeError would end in Python's own words in a + b
+            f"{operator} takes no {' beside a '.join(names)}: give one as x.decode(), a plain tensor of its values"
+        )
 
 
 def list_plain_tensors(x: Tensor) -> list[Tensor]:
