@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import define_operator, exponent, power_of_two
+from ..kernels import define_operator, exponent, keeping_subnormals, power_of_two
 from ._matmul import compute_row_exponents_and_factors, matmul
 from ._pointwise import (
     MAX_COMPONENTS,
@@ -106,6 +106,7 @@ def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dt
     return tuple(_run_solver(name, [*a, *b], len(a), components, dtype))
 
 
+@keeping_subnormals()
 def _run_solver(
     name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:

@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from .._torch_versions import has_full_precision_float32_products
-from ..kernels import define_operator, exponent, floor, is_finite, power_of_two, scale_by_power, select
+from ..kernels import (
+    define_operator,
+    exponent,
+    floor,
+    is_finite,
+    keeping_subnormals,
+    power_of_two,
+    scale_by_power,
+    select,
+)
 from ._operators import (
     Terms,
     distill_terms,
@@ -556,6 +565,7 @@ def _find_result_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
 
 
+@keeping_subnormals()
 def _multiply_stacks(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype) -> Parts:
     a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
     shape = _find_result_shape(a[0], b[0])

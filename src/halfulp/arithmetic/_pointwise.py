@@ -28,6 +28,7 @@ from ..kernels import (
     compile_trace,
     define_operator,
     is_finite,
+    keeping_subnormals,
     note_fallback,
     power_of_two_below,
     product_error,
@@ -187,8 +188,9 @@ class ElementwiseKernels:
         elif engine == "triton" and (kernel := self._find_triton_kernel(device, count % VECTOR_ELEMENTS == 0)):
             kernel(inputs, written)
         else:
-            for target, term in zip(written, self.evaluate(inputs), strict=True):
-                target.copy_(term)
+            with keeping_subnormals():
+                for target, term in zip(written, self.evaluate(inputs), strict=True):
+                    target.copy_(term)
 
     def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
         """Return the terms, by plain torch."""

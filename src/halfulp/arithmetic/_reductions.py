@@ -20,6 +20,7 @@ from ..kernels import (
     address,
     compile_reduction,
     define_operator,
+    keeping_subnormals,
     run_chunks,
     select_engine,
 )
@@ -344,6 +345,7 @@ def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder
         yield cut, made
 
 
+@keeping_subnormals()
 def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _ReadingOrder) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     length, wide = cut.length, [part.reshape(cut.sizes).double() for part in parts]

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..._messages import ENV_HINT
 from .._engine import note_fallback, warn_once_of_fallback
+from .._threads import flushes_subnormals, keeping_subnormals
 from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
@@ -75,8 +76,12 @@ class Kernel:
         self.run, self.pack = run, pack
 
     def __call__(self, *arguments: int) -> None:
-        """Run the function."""
-        self.run(self.pack(*arguments))
+        """Run the function, with subnormal numbers kept."""
+        if flushes_subnormals():
+            with keeping_subnormals():
+                self.run(self.pack(*arguments))
+        else:
+            self.run(self.pack(*arguments))
 
     def __copy__(self) -> Kernel:
         return self
