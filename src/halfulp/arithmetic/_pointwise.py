@@ -39,6 +39,7 @@ from ..kernels import (
     to_plain_memory,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
+from ..kernels._threads import cached_attribute
 from ..kernels.triton._expansions import MOST_POINTWISE_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ..rounding._kernels import increment_tensor_version
@@ -196,13 +197,13 @@ class ElementwiseKernels:
         """Return the terms, by plain torch."""
         return self.function(*(part.to(self.arithmetic) for part in inputs))
 
-    @functools.cached_property
+    @cached_attribute
     def recorded_trace(self) -> tuple[Any, list[int]]:
         """The instructions, and which of them are results."""
         trace, results = record_function(self.function, self.arithmetic, len(self.stored))
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
 
-    @functools.cached_property
+    @cached_attribute
     def cpu_kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
         quick = None
@@ -212,7 +213,7 @@ class ElementwiseKernels:
             quick = ShortcutTrace(trace, tuple(results), doubt)
         return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, quick, self.exact)
 
-    @functools.cached_property
+    @cached_attribute
     def triton_kernel(self) -> PointwiseKernel:
         """The kernel of an accelerator."""
         return PointwiseKernel(*self.recorded_trace)

@@ -23,18 +23,23 @@ from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
 _HALFULP_OBJECT_TAG = b"halfulp-object-1"
-_compile_lock = threading.Lock()
+_compile_lock = threading.RLock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _live_engines: list[Any] = []
 
 
 def _renew_compile_lock() -> None:
     global _compile_lock
-    _compile_lock = threading.Lock()
+    _compile_lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # a child of a process that was compiling would wait for ever
-    os.register_at_fork(after_in_child=_renew_compile_lock)
+# A fork waits until no thread compiles: llvmlite has a lock too, for which a child would wait for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=lambda: _compile_lock.acquire(),
+        after_in_parent=lambda: _compile_lock.release(),
+        after_in_child=_renew_compile_lock,
+    )
 
 
 def compile_machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
