@@ -53,6 +53,33 @@ def test_a_compiled_sum_has_a_gradient(seed):
     torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
+ROUND_AT_RANDOM = {
+    "quantize": lambda x: hu.quantize(x, "e4m3fn", hu.Stochastic()),
+    "quantize in blocks": lambda x: hu.quantize(x, "mxfp4", "stochastic"),
+    "straight_through": lambda x: hu.rounding.straight_through(x, "e4m3fn", rounding="stochastic"),
+}
+
+
+@pytest.mark.parametrize("function", ROUND_AT_RANDOM.values(), ids=ROUND_AT_RANDOM)
+def test_random_bits_of_a_batch_follow_its_randomness(function, seed):
+    x = torch.rand(64).expand(3, 64)
+    with pytest.raises(RuntimeError, match="randomness='different' or 'same'"):
+        torch.func.vmap(function)(x)
+    same, different = (torch.func.vmap(function, randomness=one)(x) for one in ("same", "different"))
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
+    turned = torch.func.vmap(function, in_dims=1, out_dims=1, randomness="same")(x.t())
+    assert torch.equal(turned[:, 0], turned[:, 1])
+
+
+@pytest.mark.parametrize("rounding", [hu.Nearest(), hu.Stochastic(3), hu.Stochastic()])
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_a_batch_of_nothing(format, rounding):
+    quantize = torch.func.vmap(lambda x: hu.quantize(x, format, rounding), randomness="different")
+    assert quantize(torch.zeros(0, 4)).shape == (0, 4)
+
+
 def test_random_bits_of_a_batch_are_those_of_each_sample(seed):
     x = torch.randn(3, 100)
     rounding = hu.rounding.Stochastic(seed)

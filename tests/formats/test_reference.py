@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfulp.formats import Format, all_values, decode, encode, get, round_exact
+from halfulp.formats import Format, all_values, decode, encode, fp16, fp64, get, round_exact
 
 from .oracle import MODES, same
 
@@ -115,3 +115,26 @@ def test_wrong_calls_are_answered(call, error, message):
     with pytest.raises(error) as caught:
         call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("type_name", ["int8", "uint8", "int16", "int32", "uint64", "int64", "float16", "longdouble"])
+def test_numpy_numbers_are_taken_as_they_are(type_name):
+    kind = getattr(np, type_name)
+    limits = np.finfo(kind) if issubclass(kind, np.floating) else np.iinfo(kind)
+    for value in (kind(limits.min), kind(limits.max), kind(0), kind(77)):
+        exact = Fraction(*map(int, value.as_integer_ratio())) if issubclass(kind, np.floating) else int(value)
+        for mode in ("nearest", "zero", "up", "down"):
+            assert round_exact(value, fp64, mode) == round_exact(exact, fp64, mode)
+            assert round_exact(value, fp16, mode) == round_exact(exact, fp16, mode)
+    assert encode(kind(77), fp16) == encode(77, fp16)
+
+
+def test_wide_floats_of_numpy_are_rounded_once():
+    above = np.nextafter(np.longdouble(1), np.longdouble(2))
+    if float(above) != 1:
+        pytest.skip("this platform's longdouble is float64")
+    assert round_exact(above, fp64, "up") == 1 + 2.0**-52
+    assert round_exact(above, fp64) == 1
+    assert [round_exact(np.longdouble(x), fp16) for x in ("inf", "-inf", "1e400")] == [math.inf, -math.inf, math.inf]
+    assert math.isnan(round_exact(np.longdouble("nan"), fp16))
+    assert round_exact(-np.longdouble(0), fp16).hex() == "-0x0.0p+0"

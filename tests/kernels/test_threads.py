@@ -80,6 +80,36 @@ def test_four_first_callers_at_once(forked_python, cache):
     assert forked_python(program) == "True\n"
 
 
+def test_children_of_a_process_that_compiles_compile_too(forked_python, cache):
+    """Whatever lock its threads hold at that time, of ours, of llvmlite's or of functools', belongs to nobody there."""
+    program = """
+        from halfulp.arithmetic import pointwise
+        one, begun, done = torch.ones(5), threading.Event(), threading.Event()
+        pointwise("add", (one,), (one,), components=1, dtype=torch.float32)
+        def compile_many():
+            for components in (2, 1):
+                for name in ("exp", "log", "tanh"):
+                    pointwise(name, (one,), components=components, dtype=torch.float64)
+                    begun.set()
+                    if done.is_set(): return
+        compiling = threading.Thread(target=compile_many)
+        compiling.start()
+        begun.wait()
+        for k in (2, 3):
+            child = os.fork()
+            if child == 0:
+                import faulthandler
+                faulthandler.dump_traceback_later(60, exit=True)
+                pointwise("mul", (one,), (one,), components=k, dtype=torch.float64)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        done.set()
+        compiling.join()
+        print("done")
+    """
+    assert forked_python(PROGRAM, program) == "done\n"
+
+
 def test_an_error_in_a_thread_reaches_the_caller():
     import numpy as np
     import torch

@@ -60,3 +60,25 @@ def test_the_smallest_normal_is_no_subnormal(name):
     at, below = format.smallest_normal, format.smallest_subnormal
     assert fit(torch.tensor([at, -at], dtype=torch.float64), format).subnormal == 0
     assert fit(torch.tensor([below, -below, at], dtype=torch.float64), format).subnormal == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("power", [-1000, -560, -200, 200, 560, 1000])
+def test_squares_beyond_float64_leave_the_ratio(power, seed):
+    """It said "inf dB", which stands for exact, where both squares overflowed, or became 0."""
+    x = torch.rand(100, dtype=torch.float64) + 1
+    near, far = fit(x, "e11m3"), fit(x * 2.0**power, "e11m3")
+    assert 20 < near.signal_to_noise < 40
+    assert far.signal_to_noise == near.signal_to_noise
+    if abs(power) <= 200:
+        assert far.mean_squared_error == near.mean_squared_error * 4.0**power
+
+
+def test_subnormals_are_seen_in_a_process_that_flushes():
+    x = torch.tensor([1e-40, 1.0])
+    plain = fit(x, "bf16")
+    torch.set_flush_denormal(True)
+    try:
+        assert fit(x, "bf16") == plain
+    finally:
+        torch.set_flush_denormal(False)
+    assert plain.subnormal == 0.5

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import define_operator, exponent, power_of_two
+from ..kernels import define_operator, exponent, keeping_subnormals, power_of_two
 from ._matmul import compute_row_exponents_and_factors, matmul
-from ._pointwise import MAX_COMPONENTS, PRECISION_BY_DTYPE, Parts, check_component_dtypes, pointwise
+from ._pointwise import (
+    MAX_COMPONENTS,
+    PRECISION_BY_DTYPE,
+    Parts,
+    check_component_dtypes,
+    find_component_kind,
+    pointwise,
+)
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -85,7 +92,7 @@ def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    check_component_dtypes(*[(x[0].dtype, len(x)) for x in (a, b) if x], (dtype, components))
+    check_component_dtypes(find_component_kind(a), *([find_component_kind(b)] if b else []), (dtype, components))
     shape = a[0].shape
     if len(shape) < 2 or (name != "qr" and shape[-1] != shape[-2]):
         kind = "matrices (..., M, N)" if name == "qr" else "square matrices (..., N, N)"
@@ -99,6 +106,7 @@ def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dt
     return tuple(_run_solver(name, [*a, *b], len(a), components, dtype))
 
 
+@keeping_subnormals()
 def _run_solver(
     name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:

@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from .._torch_versions import has_full_precision_float32_products
-from ..kernels import define_operator, exponent, floor, is_finite, power_of_two, scale_by_power, select
+from ..kernels import (
+    define_operator,
+    exponent,
+    floor,
+    is_finite,
+    keeping_subnormals,
+    power_of_two,
+    scale_by_power,
+    select,
+)
 from ._operators import (
     Terms,
     distill_terms,
@@ -31,7 +40,15 @@ from ._operators import (
     two_sum,
     vec_sum,
 )
-from ._pointwise import MAX_COMPONENTS, PRECISION_BY_DTYPE, ElementwiseKernels, Parts, check_component_dtypes, pointwise
+from ._pointwise import (
+    MAX_COMPONENTS,
+    PRECISION_BY_DTYPE,
+    ElementwiseKernels,
+    Parts,
+    check_component_dtypes,
+    find_component_kind,
+    pointwise,
+)
 from ._reductions import total
 
 _MOST_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
@@ -521,11 +538,11 @@ def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
         dtype: of the result.
 
     Returns:
-        The components of the result, (..., M, N). Infinities and NaNs follow the plain product.
+        The components of the result, (..., M, N), without gradient. Infinities and NaNs follow the plain product.
 
     Raises:
         ValueError: shapes that do not match, or a number of components that is not 1 to 4.
-        TypeError: a dtype that is not one of the four.
+        TypeError: a dtype that is not one of the four, or components of several.
 
     >>> import torch
     >>> x = (torch.tensor([[1.0, 1.0]], dtype=torch.float64), torch.tensor([[2.0**-60, 0.0]], dtype=torch.float64))
@@ -533,7 +550,7 @@ def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     >>> [float(part) for part in matmul(x, y, components=2, dtype=torch.float64)] == [2.0**-60, 0.0]
     True
     """
-    check_component_dtypes((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components))
+    check_component_dtypes(find_component_kind(a), find_component_kind(b), (dtype, components))
     x, y = a[0].shape, b[0].shape
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-2]:
         raise ValueError(f"matmul takes (..., M, K) and (..., K, N), got {tuple(x)} and {tuple(y)}")
@@ -548,6 +565,7 @@ def _find_result_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
 
 
+@keeping_subnormals()
 def _multiply_stacks(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype) -> Parts:
     a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
     shape = _find_result_shape(a[0], b[0])
@@ -599,7 +617,14 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
         left = tuple(part.movedim(-1, 0).unsqueeze(-1) for part in a)
         right = tuple(part.movedim(-2, 0).unsqueeze(-2) for part in b)
         return _sum_products(left, right, components, dtype)
-    return multiply_by_slices(tuple(x.double() for x in a), tuple(x.double() for x in b), components, dtype)
+    return multiply_by_slices(_widen_for_slices(a), _widen_for_slices(b), components, dtype)
+
+
+def _widen_for_slices(parts: Parts) -> Parts:
+    """Return float64 components, each of which has more bits than the first slice takes."""
+    if len(parts) > 1 and parts[0].dtype.itemsize == 2:
+        return pointwise("renormalize", parts, components=len(parts), dtype=torch.float64)
+    return tuple(x.double() for x in parts)
 
 
 _matmul_operator = define_operator(

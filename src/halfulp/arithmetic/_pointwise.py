@@ -28,6 +28,7 @@ from ..kernels import (
     compile_trace,
     define_operator,
     is_finite,
+    keeping_subnormals,
     note_fallback,
     power_of_two_below,
     product_error,
@@ -38,8 +39,10 @@ from ..kernels import (
     to_plain_memory,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
+from ..kernels._threads import cached_attribute
 from ..kernels.triton._expansions import MOST_POINTWISE_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
+from ..rounding._kernels import increment_tensor_version
 from ._functions import EXPANSION_FUNCTION_BY_NAME, LARGEST_ANGLE
 from ._operators import (
     SIXTEEN_BIT_LIMITS_BY_DTYPE,
@@ -186,20 +189,21 @@ class ElementwiseKernels:
         elif engine == "triton" and (kernel := self._find_triton_kernel(device, count % VECTOR_ELEMENTS == 0)):
             kernel(inputs, written)
         else:
-            for target, term in zip(written, self.evaluate(inputs), strict=True):
-                target.copy_(term)
+            with keeping_subnormals():
+                for target, term in zip(written, self.evaluate(inputs), strict=True):
+                    target.copy_(term)
 
     def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
         """Return the terms, by plain torch."""
         return self.function(*(part.to(self.arithmetic) for part in inputs))
 
-    @functools.cached_property
+    @cached_attribute
     def recorded_trace(self) -> tuple[Any, list[int]]:
         """The instructions, and which of them are results."""
         trace, results = record_function(self.function, self.arithmetic, len(self.stored))
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
 
-    @functools.cached_property
+    @cached_attribute
     def cpu_kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
         quick = None
@@ -209,7 +213,7 @@ class ElementwiseKernels:
             quick = ShortcutTrace(trace, tuple(results), doubt)
         return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, quick, self.exact)
 
-    @functools.cached_property
+    @cached_attribute
     def triton_kernel(self) -> PointwiseKernel:
         """The kernel of an accelerator."""
         return PointwiseKernel(*self.recorded_trace)
@@ -296,11 +300,12 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
         out: components to write into, of the broadcast shape; they may be an operand's own.
 
     Returns:
-        The result's components, largest first.
+        The result's components, largest first, without gradient.
 
     Raises:
-        ValueError: an unknown name, the wrong number of operands, or of components.
-        TypeError: a dtype that is not one of the four.
+        ValueError: an unknown name, the wrong number of operands, or of components; components that differ in shape, or
+            `out` that requires gradients.
+        TypeError: a dtype that is not one of the four; components, or `out`, of another dtype than they should be.
 
     >>> import torch
     >>> third = pointwise("div", (torch.ones(()),), (torch.full((), 3.0),), components=2, dtype=torch.float32)
@@ -309,13 +314,23 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
     """
     flat, kinds, plain = [], [], True
     for parts in operands:
-        kinds.append((parts[0].dtype, len(parts)))
+        kinds.append(find_component_kind(parts))
         for part in parts:
             flat.append(part)
             plain = plain and type(part) is torch.Tensor
     if out is None and (not plain or torch.compiler.is_compiling()):
         return tuple(_pointwise_operator(name, flat, [count for _, count in kinds], components, dtype))
-    return _fill_results(name, make_pointwise_kernels(name, tuple(kinds), components, dtype), flat, out)
+    elements = make_pointwise_kernels(name, tuple(kinds), components, dtype)
+    if out is None:
+        return _fill_results(name, elements, flat, None)
+    if find_component_kind(out) != (dtype, components):
+        raise TypeError(f"out is {components} tensors of {dtype}, got {[part.dtype for part in out]}")
+    if torch.is_grad_enabled() and any(part.requires_grad for part in out):
+        raise ValueError("out requires gradients and would be written in place: write under torch.no_grad()")
+    written = _fill_results(name, elements, flat, out)
+    for part in written:
+        increment_tensor_version(part)
+    return written
 
 
 def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
@@ -351,6 +366,25 @@ def names() -> tuple[str, ...]:
     True
     """
     return tuple(EXPANSION_FUNCTION_BY_NAME)
+
+
+def find_component_kind(parts: Sequence[torch.Tensor]) -> tuple[torch.dtype, int]:
+    """Return the dtype of a value's components and their number; kernels read all as they read the first one.
+
+    Raises:
+        TypeError, ValueError: they are none, or differ in dtype, or in shape.
+    """
+    if not parts:
+        raise ValueError(f"0 components: allowed are 1 to {MAX_COMPONENTS}")
+    first = parts[0]
+    for part in parts[1:]:
+        if part.dtype is not first.dtype:
+            raise TypeError(f"components of {first.dtype} and {part.dtype}: those of one value have one dtype")
+        if part.shape != first.shape:
+            raise ValueError(
+                f"components of shapes {tuple(first.shape)} and {tuple(part.shape)}: those of one value have one shape"
+            )
+    return first.dtype, len(parts)
 
 
 def check_component_dtypes(*kinds: tuple[torch.dtype, int]) -> None:

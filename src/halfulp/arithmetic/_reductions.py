@@ -20,6 +20,7 @@ from ..kernels import (
     address,
     compile_reduction,
     define_operator,
+    keeping_subnormals,
     run_chunks,
     select_engine,
 )
@@ -27,7 +28,7 @@ from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ._exact_sums import find_result_shape, normalize_dims
 from ._operators import Terms, add, divide_with_scaling, multiply, round_to_components, sum_terms, two_sum
-from ._pointwise import PRECISION_BY_DTYPE, Parts, pointwise
+from ._pointwise import PRECISION_BY_DTYPE, Parts, check_component_dtypes, find_component_kind, pointwise
 
 # Of a matrix from which on its rows are reduced in segments, each by one thread.
 _LARGE_MATRIX_ELEMENTS = 2**17
@@ -45,8 +46,16 @@ def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdi
     Args:
         parts: components of one value, any shape.
         dim: one, several, or None for all.
-        components: of the result, in the same dtype.
+        components: of the result, in the same dtype, 1 to 4.
         keepdim: leave dimensions of size 1.
+
+    Returns:
+        The components of the sum, without gradient.
+
+    Raises:
+        ValueError: a number of components that is not 1 to 4; components of several shapes; a dimension given twice.
+        TypeError: a dtype that is none of float16, bfloat16, float32 and float64, or components of several.
+        IndexError: there is no such dimension.
 
     >>> import torch
     >>> [float(part) for part in total((torch.tensor([1.0, 2.0**-40]),), None, 2)]
@@ -77,7 +86,7 @@ def running_sum(parts: Parts, dim: int, components: int) -> Parts:
     >>> running_sum((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
     [1.0, 3.0, 6.0]
     """
-    dtype = parts[0].dtype
+    dtype = find_component_kind(parts)[0]
     parts = pointwise("renormalize", parts, components=components, dtype=dtype)
     if parts[0].dim() == 0:
         return parts
@@ -92,6 +101,8 @@ def running_sum(parts: Parts, dim: int, components: int) -> Parts:
 
 
 def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
+    kind_of_parts = find_component_kind(parts)
+    check_component_dtypes(kind_of_parts, (kind_of_parts[0], components))
     dims = normalize_dims(parts[0].dim(), dim)
     # A kernel reads memory, without lazy signs and zeros.
     if torch.compiler.is_compiling() or any(
@@ -334,6 +345,7 @@ def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder
         yield cut, made
 
 
+@keeping_subnormals()
 def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _ReadingOrder) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     length, wide = cut.length, [part.reshape(cut.sizes).double() for part in parts]

@@ -51,6 +51,8 @@ class BlockFormat:
     scale_rounding: ScaleRounding = "up"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a format's name is a non-empty string, got {self.name!r}")
         for field in ("element", "scale"):
             if not isinstance(getattr(self, field), Format):
                 given = type(getattr(self, field)).__name__
@@ -145,8 +147,8 @@ def get_format_or_block(format: Format | BlockFormat | str | torch.dtype) -> For
     if isinstance(format, BlockFormat):
         return format
     if isinstance(format, str):
-        name = format.strip().lower()
-        if name.startswith(("mx", "nvfp")) or name in BLOCK_FORMAT_BY_NAME:
+        name = format.strip().lower().replace("-", "_")
+        if name in BLOCK_FORMAT_BY_NAME or (name.startswith(("mx", "nvfp")) and name not in FORMAT_BY_NAME):
             return get_block(format)
     return get(format)
 
@@ -161,14 +163,15 @@ def register(format: AnyFormat) -> AnyFormat:
     format need not be registered to be used: the object serves as well.
 
     Args:
-        format: the format; its name is in lower case.
+        format: the format; its name is in lower case, with _ for -.
 
     Returns:
         The format.
 
     Raises:
         TypeError: it is no format.
-        ValueError: the name stands for another format already, or is not in lower case.
+        ValueError: the name stands for another format already, or no look-up finds it: it has capitals, "-", or begins
+            with "torch.".
 
     >>> register(Format("bfloat16", exponent_bits=4, mantissa_bits=5))
     Traceback (most recent call last):
@@ -178,8 +181,10 @@ def register(format: AnyFormat) -> AnyFormat:
     if not isinstance(format, Format | BlockFormat):
         raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
     registry: dict[str, Any] = FORMAT_BY_NAME if isinstance(format, Format) else BLOCK_FORMAT_BY_NAME
-    if format.name != format.name.lower().replace("-", "_"):
-        raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
+    if format.name != format.name.lower().replace("-", "_").removeprefix("torch."):
+        raise ValueError(
+            f"a format is looked up in lower case, with _ for - and without torch.: name it so, not {format.name!r}"
+        )
     known = find_format(format.name) or BLOCK_FORMAT_BY_NAME.get(format.name)
     if known is not None and known != format and registry.get(format.name) != format:
         raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")

@@ -37,7 +37,8 @@ e8m0: Format = Format(
 )
 
 _FORMATS_FROM_8_BITS = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
-FORMAT_BY_NAME = {format.name: format for format in (*_FORMATS_FROM_8_BITS, e3m2fn, e2m3fn, e2m1fn, e8m0)}
+_CATALOGUE = (*_FORMATS_FROM_8_BITS, e3m2fn, e2m3fn, e2m1fn, e8m0)
+FORMAT_BY_NAME = {format.name: format for format in _CATALOGUE}  # and those of one's own
 
 _FORMAT_BY_ALIAS = {
     "double": fp64,
@@ -156,4 +157,5 @@ def parse(name: str) -> Format | None:
     exponent, mantissa, bias, fnuz = match.groups()
     layout = Format if bias is None else partial(Format, bias=int(bias))
     made = layout(name, int(exponent), int(mantissa), infinities=not fnuz, nan="negative_zero" if fnuz else "ieee")
-    return next((known for known in FORMAT_BY_NAME.values() if known.layout == made.layout), made)
+    # Not one of somebody's own, whose overflow policy may be another.
+    return next((known for known in _CATALOGUE if known.layout == made.layout), made)

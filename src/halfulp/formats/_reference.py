@@ -165,14 +165,15 @@ def resolve_overflow_policy(format: Format, overflow: str | None) -> Overflow:
 
 def _split_sign(x: float | Fraction) -> tuple[int, Fraction | float | None]:
     """Return the sign (of a zero too) and the magnitude: a Fraction, infinity, or None for NaN."""
-    if isinstance(x, numbers.Rational):
-        return (-1 if x < 0 else 1), abs(Fraction(x))
-    if not isinstance(x, numbers.Real):
+    if isinstance(x, numbers.Rational):  # NumPy's are no integers of any size
+        return (-1 if x < 0 else 1), abs(Fraction(int(x.numerator), int(x.denominator)))
+    if not isinstance(x, numbers.Real) or not hasattr(x, "as_integer_ratio"):
         raise TypeError(f"a float, integer or Fraction is wanted, got {type(x).__name__}")
-    x = float(x)
     if math.isnan(x):
         return 1, None
-    return int(math.copysign(1, x)), (math.inf if math.isinf(x) else abs(Fraction(x)))
+    # NumPy's wider ones are not rounded to float first.
+    magnitude = math.inf if abs(x) == math.inf else abs(Fraction(*map(int, x.as_integer_ratio())))
+    return int(math.copysign(1, x)), magnitude
 
 
 def _find_overflow_result(sign: int, format: Format, policy: Overflow) -> float:

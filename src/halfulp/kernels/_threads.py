@@ -15,12 +15,29 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached_attribute
+else:
+
+    class cached_attribute:
+        """functools.cached_property without a lock: Python 3.11's, if held in a fork, stops the child for ever."""
+
+        def __init__(self, function: Callable[[Any], Any]) -> None:
+            self._function, self.__doc__ = function, function.__doc__
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            value = vars(instance)[self._function.__name__] = self._function(instance)
+            return value
+
 
 # The smallest normal float64; its half is subnormal.
 _LEAST_NORMAL_FLOAT64 = 2.0**-1022

@@ -51,7 +51,8 @@ def quantize(
     The rules are those of `halfulp.formats.round_exact`, bit for bit: NaN stays NaN, an infinity and what rounds
     beyond the largest number become what the overflow policy says. float64 is rounded directly, not through float32.
     The result carries no gradient, as rounding is flat almost everywhere, and under a transform of torch.func its
-    derivative is 0, as torch.round's; `straight_through` is the form for training, whose derivative counts as 1.
+    derivative is 0, as torch.round's; `straight_through` is the form for training, whose derivative counts as 1. Under
+    vmap `Stochastic()` follows its `randomness`, and a seeded one draws the same bits for each sample.
 
     Under a `BlockFormat` every block of elements along `dim` is divided by its scale, rounded and multiplied again;
     elements saturate. The last block of a row may be shorter. A block of zeros stays, and a block with a NaN or an
@@ -336,7 +337,11 @@ def _quantize_under_vmap(
     goal = _decode_target(target)
     if isinstance(goal, Target) and goal.mode != "stochastic":
         return _quantize(x, target, seed, counter), 0
-    return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
+    return _stack_samples([_quantize(sample, target, seed, counter) for sample in x], x), 0
+
+
+def _stack_samples(rounded: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.stack(rounded) if rounded else torch.empty_like(x)
 
 
 torch.library.register_vmap("halfulp::quantize", _quantize_under_vmap)
@@ -351,6 +356,24 @@ _quantize_drawing = define_operator(
     _make_empty_result,
     random=True,
 )
+
+
+def _quantize_drawing_under_vmap(
+    info: Any, places: Any, x: torch.Tensor, target: str, counter: int
+) -> tuple[torch.Tensor, int]:
+    """Quantize under vmap by its `randomness`, as torch's random operators."""
+    if info.randomness == "error":
+        raise RuntimeError(
+            "vmap over stochastic rounding, which draws random bits: give vmap randomness='different' or 'same', or "
+            "the rounding a seed, hu.Stochastic(seed=0)"
+        )
+    if info.randomness == "same":
+        return _quantize_under_vmap(info, places, x, target, draw_key(), counter)
+    x = x.movedim(places[0], 0)
+    return _stack_samples([_quantize_drawing(sample, target, counter) for sample in x], x), 0
+
+
+torch.library.register_vmap("halfulp::quantize_drawing", _quantize_drawing_under_vmap)
 _quantize_drawing_into = define_operator(
     "quantize_drawing_into(Tensor x, str target, SymInt counter, Tensor(a!) out) -> ()",
     lambda x, target, counter, out: _round_into(x, target, draw_key(), counter, out),

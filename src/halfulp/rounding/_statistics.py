@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import Format, get
+from ..kernels import keeping_subnormals
 from ._modes import Nearest, Rounding, get_rounding
 from ._quantize import check_tensor, quantize
 
@@ -49,6 +50,7 @@ class Fit:
         return f"amax {self.amax:.3g}, {self.signal_to_noise:.1f} dB{', ' if text else ''}{text}"
 
 
+@keeping_subnormals()
 def fit(
     x: torch.Tensor,
     format: Format | str | torch.dtype,
@@ -82,8 +84,11 @@ def fit(
         over |= finite & (magnitude > format.max)
     size = rounded.abs()
     kept = finite & ~over
-    error = torch.where(kept, rounded - wide, 0.0).square().sum()
-    signal = torch.where(kept, wide, 0.0).square().sum()
+    # Squares beside 1 neither overflow nor vanish.
+    largest = float(torch.where(kept, magnitude, 0.0).amax()) if x.numel() else 0.0
+    scale = math.ldexp(1.0, min(1000, -math.frexp(largest)[1]))
+    error = torch.where(kept, (rounded - wide) * scale, 0.0).square().sum()
+    signal = torch.where(kept, wide * scale, 0.0).square().sum()
     count = max(1, x.numel())
     kept_count = max(1, int(kept.sum()))
 
@@ -101,6 +106,6 @@ def fit(
         subnormal=share(small),
         overflow=share(over),
         not_finite=share(~finite),
-        mean_squared_error=float(error) / kept_count,
+        mean_squared_error=float(error) / kept_count / scale / scale,
         signal_to_noise=10 * math.log10(ratio) if 0 < ratio < math.inf else math.inf if ratio else -math.inf,
     )

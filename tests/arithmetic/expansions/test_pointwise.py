@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfulp.arithmetic import names, pointwise
+from halfulp.arithmetic import average, inverse, matmul, names, pointwise, product, qr, running_sum, solve, total
 from halfulp.arithmetic._functions import EXPANSION_FUNCTION_BY_NAME
 from halfulp.arithmetic._pointwise import make_pointwise_kernels
 from halfulp.kernels import engine, record_function, same_bits
@@ -143,3 +143,56 @@ def test_refusals_say_what_is_allowed():
     with pytest.raises(ValueError, match=r"angles up to 2\*\*20"):
         pointwise("sin", (torch.full((2,), 1e9),), components=2, dtype=torch.float32)
     assert "exp" in names()
+
+
+_ONE, _HALF = torch.eye(3), torch.eye(3) / 2
+_FUNCTION_BY_NAME = {
+    "pointwise": lambda parts: pointwise("add", (_ONE,), parts, components=2, dtype=torch.float32),
+    "total": lambda parts: total(parts, None, 2),
+    "product": lambda parts: product(parts, 0, 2),
+    "average": lambda parts: average(parts, 1, 2),
+    "running_sum": lambda parts: running_sum(parts, 0, 2),
+    "matmul, left": lambda parts: matmul(parts, (_ONE,), 2, torch.float32),
+    "matmul, right": lambda parts: matmul((_ONE,), parts, 2, torch.float32),
+    "inverse": lambda parts: inverse(parts, 2, torch.float32),
+    "qr": lambda parts: qr(parts, 2, torch.float32),
+    "solve": lambda parts: solve((_ONE,), parts, 2, torch.float32),
+}
+
+
+@pytest.mark.parametrize("function", _FUNCTION_BY_NAME.values(), ids=_FUNCTION_BY_NAME)
+def test_components_of_one_value_have_one_dtype_and_shape(function):
+    """Kernels read all as they read the first one: another dtype, or fewer elements, is memory that they do not own."""
+    for dtype in (torch.float64, torch.bfloat16, torch.int32):
+        with pytest.raises(TypeError, match=f"components of torch.float32 and {dtype}"):
+            function((_ONE, _HALF.to(dtype)))
+    with pytest.raises(ValueError, match=r"components of shapes \(3, 3\) and \(1, 3\)"):
+        function((_ONE, _HALF[:1]))
+    with pytest.raises(ValueError, match="0 components"):
+        function(())
+
+
+def test_out_is_components_of_the_result():
+    x = (torch.ones(4000, dtype=torch.float64),)
+    for out in ([torch.zeros(4000)], [torch.zeros_like(x[0])] * 2, [torch.zeros(4000, dtype=torch.int64)]):
+        with pytest.raises(TypeError, match=r"out is 1 tensors of torch\.float64"):
+            pointwise("add", x, x, components=1, dtype=torch.float64, out=tuple(out))
+
+
+def test_writes_into_out_are_seen_by_autograd():
+    leaf = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match=r"under torch\.no_grad"):
+        pointwise("add", (_ONE[0],), (_ONE[0],), components=1, dtype=torch.float32, out=(leaf,))
+    kept = leaf * 1
+    loss = (kept * kept).sum()
+    pointwise("add", (torch.ones(4),), (torch.ones(4),), components=1, dtype=torch.float32, out=(kept.detach(),))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_reductions_give_1_to_4_components():
+    for reduction, components in itertools.product((total, product, average), (0, 5)):
+        with pytest.raises(ValueError, match=f"{components} components: allowed are 1 to 4"):
+            reduction((_ONE,), None, components)
+    with pytest.raises(TypeError, match=r"components of torch\.int64"):
+        total((torch.ones(3, dtype=torch.int64),), None, 1)

@@ -89,6 +89,15 @@ def test_the_error_keeps_its_bound(seed, dtype, left, right, components, bits):
         assert (behind.double().abs() <= half_ulp).all(), "not canonical"
 
 
+@pytest.mark.parametrize(("dtype", "left", "right"), [(BF16, 4, 4), (BF16, 3, 4), (F16, 4, 4), (F32, 4, 3)])
+@pytest.mark.parametrize("size", [6, 40])
+def test_narrow_operands_of_wide_results(seed, dtype, left, right, size):
+    """The first component of a few bits leaves more to the second one than a slice holds."""
+    a = _expansion(torch.randn(size, size, dtype=F64), left, dtype)
+    b = _expansion(torch.randn(size, size, dtype=F64), right, dtype)
+    assert _errors(a, b, matmul(a, b, 2, F64)) <= -104
+
+
 @pytest.mark.parametrize("inner", [1, 2, 511, 513, 1700])
 def test_any_inner_length(seed, inner):
     a = _expansion(torch.randn(9, inner, dtype=F64), 2, F64)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from .._threads import cached_attribute
 from .._trace import RecordedFunction, Trace
 from ._builder import (
     VectorBuilder,
@@ -101,7 +101,7 @@ class InstructionWriter(VectorBuilder):
             return self.call_intrinsic(_LLVM_INTRINSIC_BY_OPERATION[operation], *values)
         return None if operation in _PLACE_OPERATIONS else getattr(self, f"write_{operation}")(extra, *values)
 
-    @functools.cached_property
+    @cached_attribute
     def opaque_ones(self):
         """A vector of ones that LLVM does not know to be ones, so that it keeps products with them."""
         scalar = get_lane_type(self.real)

@@ -18,22 +18,28 @@ import numpy as np
 
 from ..._messages import ENV_HINT
 from .._engine import note_fallback, warn_once_of_fallback
+from .._threads import flushes_subnormals, keeping_subnormals
 from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
 _HALFULP_OBJECT_TAG = b"halfulp-object-1"
-_compile_lock = threading.Lock()
+_compile_lock = threading.RLock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _live_engines: list[Any] = []
 
 
 def _renew_compile_lock() -> None:
     global _compile_lock
-    _compile_lock = threading.Lock()
+    _compile_lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # a child of a process that was compiling would wait for ever
-    os.register_at_fork(after_in_child=_renew_compile_lock)
+# A fork waits until no thread compiles: llvmlite has a lock too, for which a child would wait for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=lambda: _compile_lock.acquire(),
+        after_in_parent=lambda: _compile_lock.release(),
+        after_in_child=_renew_compile_lock,
+    )
 
 
 def compile_machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
@@ -75,8 +81,12 @@ class Kernel:
         self.run, self.pack = run, pack
 
     def __call__(self, *arguments: int) -> None:
-        """Run the function."""
-        self.run(self.pack(*arguments))
+        """Run the function, with subnormal numbers kept."""
+        if flushes_subnormals():
+            with keeping_subnormals():
+                self.run(self.pack(*arguments))
+        else:
+            self.run(self.pack(*arguments))
 
     def __copy__(self) -> Kernel:
         return self

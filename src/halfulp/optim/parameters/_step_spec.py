@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels._threads import cached_attribute
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store, make_format_store
@@ -57,7 +58,7 @@ class StepSpec:
         """Return a hash, computed once: every step looks its kernel up by the specification."""
         return self._hash
 
-    @functools.cached_property
+    @cached_attribute
     def _hash(self) -> int:
         return hash(tuple(self.__getstate__().values()))
 
@@ -76,7 +77,7 @@ class StepSpec:
         of_states = [name for k in self.scaled_codec_by_state for name in (f"scale_{k}", f"inverse_{k}")]
         return (*of_rule, *WEIGHT_SCALE_CONSTANT_NAMES, *of_states, *of_sums)
 
-    @functools.cached_property
+    @cached_attribute
     def constant_columns(self) -> dict[str, int]:
         """The position of each constant."""
         return {name: place for place, name in enumerate(self.constant_names)}
@@ -103,7 +104,7 @@ class StepSpec:
         """Whether the values that the rule adds up are looked at."""
         return self.finds in ("largest", "sums")
 
-    @functools.cached_property
+    @cached_attribute
     def draws_bits(self) -> bool:
         """Whether a step draws random bits."""
         return any(assign_bits_to_roundings(self)[0] + assign_bits_to_roundings(self)[1])
@@ -113,12 +114,12 @@ class StepSpec:
         """Whether the new weight itself is written, instead of the sum of the old one and a difference."""
         return self.rule.assigns and not self.update.compensates
 
-    @functools.cached_property
+    @cached_attribute
     def lost_update_counting_spec(self) -> StepSpec:
         """This specification with lost updates counted."""
         return dataclasses.replace(self, metered=True)
 
-    @functools.cached_property
+    @cached_attribute
     def auxiliary_names(self) -> tuple[str, ...]:
         """The names of the auxiliary tensors beside the parameter."""
         return (
@@ -127,7 +128,7 @@ class StepSpec:
             else tuple(name for name, _ in self.update.describe_auxiliary_tensors(self.store))
         )
 
-    @functools.cached_property
+    @cached_attribute
     def state_tensor_names(self) -> tuple[tuple[str, ...], ...]:
         """Per state of the rule, the names of its tensors."""
         return tuple(
@@ -135,7 +136,7 @@ class StepSpec:
             for codec, state in zip(self.codecs, self.rule.states)
         )
 
-    @functools.cached_property
+    @cached_attribute
     def tensor_names(self) -> tuple[str, ...]:
         """The names of all tensors that a parameter's state holds: auxiliary tensors, then states, then factors."""
         return tuple(itertools.chain(self.auxiliary_names, *self.state_tensor_names, self.factor_names))

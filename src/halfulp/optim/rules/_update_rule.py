@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ...kernels._threads import cached_attribute
 
 # A number, or a function of a param group's options that gives it.
 NumberOrFunction = float | Callable[[Mapping[str, Any]], float]
@@ -144,13 +145,13 @@ class UpdateRule:
                     f"name of another of its states, which are {', '.join(map(repr, kept))}"
                 )
 
-    @functools.cached_property
+    @cached_attribute
     def constants(self) -> tuple[str, ...]:
         """The constants' names: the update's arguments behind weight, gradient, what is prepared, and states."""
         first = 2 + (self.prepare is not None) + len(self.states)
         return tuple(inspect.signature(self.update).parameters)[first:]
 
-    @functools.cached_property
+    @cached_attribute
     def has_data_dependent_constants(self) -> bool:
         """Whether some of its constants are known only after a look at the tensors."""
         return self.late_values is not None or self.prepare is not None
