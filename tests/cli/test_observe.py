@@ -258,6 +258,14 @@ def test_a_full_disk_is_said_after_the_report(observe, monkeypatch):
     assert "No space left on device" in err
 
 
+def test_a_script_that_closes_standard_output_leaves_the_page(observe, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # puts it back
+    code, _, err = observe(LOOP.format(ending="sys.stdout = open('output', 'w'); sys.stdout.close()"))
+    assert code == 2, err
+    assert written()["findings"]
+    assert Path("halfulp-observe", "observe.html").exists()
+
+
 def test_two_models_and_an_optimizer_that_comes_later(observe):
     text = """
 import torch

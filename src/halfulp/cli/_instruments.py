@@ -92,8 +92,10 @@ def _write_observation_report(watch: ScriptWatch, ending: ScriptEnding, out: str
         said = f"the script {how} after {report.steps} observed steps"
         report.record.unseen.insert(0, f"{said}: this is what was observed until then")
         print(f"halfulp: {said}; what was observed until then:", file=sys.stderr)
-    print_result(report, json)
-    write_page_and_json(folder, "observe", report)
+    try:
+        print_result(report, json)
+    finally:  # where the script has closed standard output too
+        write_page_and_json(folder, "observe", report)
     if not json:
         print(f"\n{Path(out, 'observe.html')} shows it; {Path(out, 'observe.json')} holds the numbers.")
     return ending.code

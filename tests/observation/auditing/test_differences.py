@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+import halfulp as hu
 from halfulp import formats
 from halfulp.observation.auditing._tensors import (
     COMPARED_CHUNK_SIZE,
@@ -27,6 +28,23 @@ DTYPES = [
     torch.float8_e5m2fnuz,
 ]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_subnormal_numbers_differ_where_the_thread_flushes_them(dtypes):
+    states = [
+        {"w": (torch.tensor([1.0, -3.0, 0.0, 5.0]) * 2.0**-130 * factor).to(dtype)}
+        for factor, dtype in zip((1.0, 2.0), dtypes)
+    ]
+    wanted = hu.audit(*states).to_dict()
+    was_flushing = hu.kernels._threads.flushes_subnormals()
+    torch.set_flush_denormal(True)
+    try:
+        assert hu.audit(*states).to_dict() == wanted
+        assert hu.kernels._threads.flushes_subnormals()
+    finally:
+        torch.set_flush_denormal(was_flushing)
+    assert wanted["tensors"][0]["share_unchanged"] == 0.25
 
 
 def _from_bytes(dtype: str, *codes: int) -> torch.Tensor:

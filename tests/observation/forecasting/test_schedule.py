@@ -85,6 +85,7 @@ def test_a_start_leaves_out_the_steps_that_were_made():
         ("cosine", {"steps": 5, "start": 5}, "above the 5 steps"),
         ("cosine", {"steps": True}, "a whole number"),
         ("cosine", {"steps": 5, "decay": 2}, "is for schedule 'wsd'"),
+        ("constant", {"steps": 5, "final": 0.1}, "'constant' does not"),
         ("linear", {"steps": 5, "warmup": 6}, "from 0 to steps=5"),
         ([1.0, 2.0], {"steps": 3}, "leave steps out"),
         ([1.0, 2.0], {"warmup": 3}, "leave it out"),

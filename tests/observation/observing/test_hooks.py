@@ -1,5 +1,7 @@
 """Hooks: what modules return and take, and gradients that are added, beside plain torch."""
 
+import copy
+import io
 import random
 
 import pytest
@@ -316,3 +318,29 @@ def test_a_format_that_a_run_rounds_to_afterwards_saturates(seed):
         loud = [one for one in seen.findings if one.code == "payload-saturated"]
         assert [(one.severity, one.where) for one in loud] == expected
         assert all("beyond e4m3fn's largest number and reach" in one.summary for one in loud)
+
+
+@pytest.mark.parametrize("how", ["copied", "averaged", "pickled"])
+def test_copies_of_a_model_that_is_observed_have_no_part_in_it(how, seed):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        model(torch.ones(3, 4)).sum().backward()
+        if how == "copied":
+            copied = copy.deepcopy(model)
+        elif how == "averaged":
+            copied = torch.optim.swa_utils.AveragedModel(model)
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            copied = torch.load(file, weights_only=False)
+        counts = copy.deepcopy(seen.record.tensors)
+        copied(torch.ones(3, 4)).sum().backward()
+        assert seen.record.tensors == counts
+        optimizer.step()
+    hooks = [
+        one for part in copied.modules() for one in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    ]
+    assert hooks
+    assert not [hook for hook in hooks if "halfulp" in repr(hook)]

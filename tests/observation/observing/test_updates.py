@@ -268,3 +268,23 @@ def test_counts_are_those_of_each_element(seed, decreases):
         right = expected(*(x.numpy() for x in own), decreases)
         assert (record.seen, record.cancelled, record.wanted) == (right.seen, right.cancelled, right.wanted)
         assert math.isclose(record.kept, right.kept, rel_tol=1e-9, abs_tol=1e-12) or not math.isfinite(right.kept)
+
+
+def test_parameters_that_an_optimizer_gets_while_it_is_observed_are_its_own(seed):
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1)).bfloat16()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-7)
+    stranger = nn.Parameter(torch.ones(3))
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for step in range(6):
+            if step == 2:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            if step == 4:
+                optimizer.add_param_group({"params": [stranger]})
+                assert not seen.record.unseen
+            model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+    assert {record.optimizer for record in seen.record.parameters.values()} == {"SGD"}
+    lost = {name for finding in seen.findings for name in finding.where if finding.code == "updates-lost"}
+    assert {"0.weight", "1.weight"} <= lost
+    assert "never-stepped" not in [finding.code for finding in seen.findings]
+    assert [said for said in seen.record.unseen if "got parameters after" in said]

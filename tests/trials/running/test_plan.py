@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from torch import nn
 
 from halfulp import recipes
@@ -12,6 +13,19 @@ from halfulp.trials.running._plan import plan_trials
 from halfulp.trials.tasks import Step
 
 STEP = Step(lambda model, number: model.weight.sum(), nn.Linear(1, 1), steps=1)
+
+
+def make_step(name: str = "step", **hyper) -> Step:
+    return Step(lambda model, number: model.weight.sum(), nn.Linear(1, 1), steps=1, name=name, **hyper)
+
+
+def make_step_judged_by(judged_by: str) -> Step:
+    step = make_step()
+    step.judged_by = judged_by
+    return step
+
+
+DOTTED = [dataclasses.replace(recipes.get("bf16"), name=name) for name in ("b", "a.b")]
 
 
 def test_every_combination_once_in_order() -> None:
@@ -47,6 +61,13 @@ def test_settings_are_plain_data() -> None:
         (("digits", ["fp32", "fp32"], 1, 1, None), "more than once"),
         ((["digits", "digits"], ["fp32"], 1, 1, None), "more than once"),
         (([], ["fp32"], 1, 1, None), "no task"),
+        (("digits", [], 1, 1, None), "no recipe"),
+        (([make_step("x"), make_step("x.a")], DOTTED, 1, 1, None), "two trials have one name.*dots"),
+        ((make_step(lr=torch.tensor(0.1)), ["fp32"], 1, 1, None), "'step' has settings.*Tensor.*plain numbers"),
+        (
+            (make_step_judged_by("val_loss"), ["fp32"], 1, 1, None),
+            "judged by 'val_loss'.*train_loss or validation_loss",
+        ),
         (("digits", ["fp32"], 0, 1, None), "at least 1"),
         (("digits", ["fp32"], [-1], 1, None), "0 and up"),
         (("digits", ["fp32"], [1, 1], 1, None), "more than once"),

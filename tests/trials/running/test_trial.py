@@ -1,6 +1,7 @@
 """One trial in this process."""
 
 import copy
+import dataclasses
 import json
 import random
 
@@ -174,3 +175,23 @@ def test_a_result_depends_on_the_seed_alone(tiny, monkeypatch: pytest.MonkeyPatc
         results.append({key: value for key, value in found.items() if key != "step_ms"})
     assert results[0] == results[1]
     assert results[0]["curve"] != results[2]["curve"]
+
+
+def test_a_trial_takes_a_batch_for_each_step_and_no_more(tiny, monkeypatch) -> None:
+    task, batches = tiny.Tiny(), tiny.Tiny.batches
+    wanted = _trial.run_trial(Trial(task, recipes.get("bf16"), 0, 5), task.load())
+    monkeypatch.setattr(tiny.Tiny, "batches", lambda self, data, seed, steps: batches(self, data, seed, 10**9))
+    endless = _trial.run_trial(Trial(task, recipes.get("bf16"), 0, 5), task.load())
+    assert (endless["curve"], endless["float32"]) == (wanted["curve"], wanted["float32"])
+    monkeypatch.setattr(tiny.Tiny, "batches", lambda self, data, seed, steps: batches(self, data, seed, 3))
+    with pytest.raises(ValueError, match="'tiny' yields 3 batches for 5 steps"):
+        _trial.run_trial(Trial(task, recipes.get("bf16"), 0, 5), task.load())
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_empty_data_are_refused(tiny, part: str) -> None:
+    task = tiny.Tiny()
+    inputs, targets = getattr(task.load(), part)
+    data = dataclasses.replace(task.load(), **{part: (inputs[:0], targets[:0])})
+    with pytest.raises(ValueError, match=f"the {part} data of task 'tiny' are empty"):
+        _trial.run_trial(Trial(task, recipes.get("bf16"), 0, 5), data)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import formats
 from ..._messages import name_type, quote
+from ...kernels import keeping_subnormals
 from ...kernels._plain_memory import has_strided_values
 from ...rounding import quantize
 from .._record import RealisedChanges
@@ -181,6 +182,7 @@ def _find_states_and_update_function(
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
 
 
+@keeping_subnormals()
 def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) -> Audit:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 

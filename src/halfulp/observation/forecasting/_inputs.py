@@ -94,6 +94,8 @@ def _compute_named_schedule_rates(
     fall = (decay if decay is not None else max(1, total // _WSD_DECAY_DIVISOR)) if name == "wsd" else total - warmup
     if name != "wsd" and decay is not None:
         raise ValueError(f"decay={decay} is for schedule 'wsd'; {name!r} falls from its warm-up to its end")
+    if name == "constant" and final:
+        raise ValueError(f"final_lr={final} is where a schedule falls to; 'constant' does not: leave it out")
     if not 0 <= warmup <= total or not 0 <= fall <= total:
         raise ValueError(f"warmup={warmup} and decay={decay}: give numbers of steps from 0 to steps={total}")
     at = torch.arange(start, total, dtype=torch.float64, device="cpu")

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ... import formats
 from ..._messages import name_type, quote
-from ...kernels import to_float64
+from ...kernels import keeping_subnormals, to_float64
 from ...optim._optimizer import find_inner_optimizer
 from ..checkpoints._checkpoint import open_checkpoint, parse_checkpoint_content
 from ..findings import collect_findings
@@ -39,6 +39,7 @@ _MOST_LEAPS_PER_SCHEDULE = 400
 _RATE_CURVE_POINTS = 240
 
 
+@keeping_subnormals()
 def forecast(
     model_or_state: nn.Module | Mapping[str, Any] | str | Path,
     optimizer_or_lr: torch.optim.Optimizer | float | None = None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,20 @@ from ..findings._comparisons import is_explained_by_sum_order
 from ._recorder import Recorder, find_float_tensors, make_safe_hook_method
 from ._sampler import PLAIN_TENSOR_TYPES, SAMPLE_SIZE, SIXTEEN_BIT_DTYPES, read_numbers, take_sample
 from ._updates import record_realised_changes
+
+
+class ModuleHook:
+    """A method as the hook of a module with a name, which copies and files of that module do not take along."""
+
+    def __init__(self, method: Callable[..., None], name: str) -> None:
+        self._method, self._name = method, name
+
+    def __call__(self, *arguments: Any) -> None:
+        self._method(self._name, *arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What takes any arguments, does nothing, and is found where halfulp is not installed.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class ModuleHooks:
@@ -56,7 +71,7 @@ class ModuleHooks:
         self._compares_second_runs = check
         # Samples of outputs by module, None behind a second run.
         self._first_outputs: dict[str, OutputSample | None] = {}
-        self._hooks = {module: functools.partial(self._observe_module_run, name) for module, name in names.items()}
+        self._hooks = {module: ModuleHook(self._observe_module_run, name) for module, name in names.items()}
         self._compiled = CompiledModuleCheck(recorder, wrappers)
 
     def attach(self) -> None:
@@ -389,10 +404,10 @@ class CompiledModuleCheck:
     def attach(self) -> None:
         """Attach the hooks around compiled modules, which run outside of what was compiled."""
         for name, module in self._modules.items():
-            before = functools.partial(self._sample_eager_outputs, name)
+            before = ModuleHook(self._sample_eager_outputs, name)
             self.recorder.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs.
-            after = functools.partial(self._compare_with_eager, name)
+            after = ModuleHook(self._compare_with_eager, name)
             self.recorder.hooks.append(module.register_forward_hook(after, prepend=True))
 
     def _sample_eager_outputs(

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..._messages import name_type
 from ...gradients import AdaptiveGradScaler
-from ...optim import EMA, Optimizer
+from ...optim import EMA
 from ...optim._optimizer import find_inner_optimizer
 from ...optim._wrap import is_wrappable
 from ...optim.parameters._local_tensors import get_local, get_payload
@@ -46,7 +46,7 @@ from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
 from ._recorder import Recorder, RowWriter, make_safe_hook_method, run_safely
 from ._sampler import make_sampling_key, read_numbers, take_sample
-from ._updates import UpdateWatcher, WeightAverageWatcher, run_before_update
+from ._updates import UpdateWatcher, WeightAverageWatcher, run_before_update, set_optimizer_of_record
 
 
 def observe(
@@ -580,11 +580,8 @@ class ObservedParameters:
                 self._add_parameter(name, parameter, "")
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
-            record.optimizer, record.optimizer_module = type(optimizer).__name__, type(optimizer).__module__
-            record.is_wrappable = wrappable
+            set_optimizer_of_record(record, optimizer, wrappable)
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
-            if isinstance(optimizer, Optimizer):
-                record.weight_update = "none"
 
     def record_shares_moved_since_start(self) -> None:
         """Record which share of each parameter's sample has changed since the first call, before the first step."""

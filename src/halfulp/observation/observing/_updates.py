@@ -20,6 +20,7 @@ from ...kernels import keeping_subnormals
 from ...optim import EMA, Optimizer
 from ...optim._ema import compute_ema_decay
 from ...optim._float32 import read_float32_weights
+from ...optim._wrap import is_wrappable
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import PlainCodec
@@ -107,6 +108,14 @@ class ShadowOptimizer:
             step = step.__wrapped__
         step(one)
         return weight.detach(), one.state[weight]
+
+
+def set_optimizer_of_record(record: ParameterRecord, optimizer: torch.optim.Optimizer, wrappable: bool) -> None:
+    """Note which optimizer steps a parameter, and whether `wrap` takes it."""
+    record.optimizer, record.optimizer_module = type(optimizer).__name__, type(optimizer).__module__
+    record.is_wrappable = wrappable
+    if isinstance(optimizer, Optimizer):
+        record.weight_update = "none"
 
 
 def run_before_update(
@@ -269,9 +278,18 @@ class UpdateWatcher:
             kind = tuple(options.items())
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
-                if name is None or parameter.grad is None:
+                if name is None:
+                    self.recorder.note_unobserved(
+                        "the optimizer got parameters after observing began that the model did not have: they are not "
+                        "observed; begin the observation when they are there"
+                    )
                     continue
                 record = self.recorder.record.parameters[name]
+                if record.optimizer is None:  # added by add_param_group, as what is unfrozen in the middle of a run
+                    set_optimizer_of_record(record, self.optimizer, is_wrappable(self.optimizer))
+                    record.requires_grad = parameter.requires_grad
+                if parameter.grad is None:
+                    continue
                 record.gradients += 1
                 record.gradient_dtype, record.options = parameter.grad.dtype, options
                 if isinstance(self.optimizer, Optimizer):

@@ -1,6 +1,7 @@
 """The plan of a comparison: its trials, in the order in which they start."""
 
 import dataclasses
+import json
 import platform
 import re
 from collections.abc import Sequence
@@ -57,10 +58,13 @@ def plan_trials(
     The float32 reference is always among the recipes, in front: every gap is measured against it.
 
     Raises:
-        ValueError, TypeError: unknown names, names or seeds given twice, steps below 1, a task that refuses a recipe.
+        ValueError, TypeError: unknown names, names or seeds given twice, steps below 1, no recipe, a task that refuses
+            a recipe, is judged by no loss that there is, or has settings that JSON cannot hold.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
+    if not rows:
+        raise ValueError("no recipe given; halfulp recipes lists them")
     _refuse_other_recipes_under_control_names(rows)
     if all(recipe.name != REFERENCE_RECIPE for recipe in rows):
         rows.insert(0, catalog.get(REFERENCE_RECIPE))
@@ -80,12 +84,29 @@ def plan_trials(
         if barred := {recipe.name: why for recipe in rows if (why := one.explain_refusal(recipe))}:
             why = next(iter(barred.values()))
             raise ValueError(f"task {one.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
-    return [
+        if one.judged_by not in _JUDGED_BY:
+            raise ValueError(
+                f"task {one.name!r} is judged by {one.judged_by!r}: judged_by is {' or '.join(_JUDGED_BY)}"
+            )
+        try:
+            json.dumps(one.settings(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"task {one.name!r} has settings that its results cannot hold as JSON ({error}): hyper-parameters and "
+                "fields are plain numbers, words and lists of them"
+            ) from None
+    trials = [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps)
         for one in tasks
         for seed in numbers
         for recipe in rows
     ]
+    if len({trial.key for trial in trials}) < len(trials):
+        raise ValueError("two trials have one name, as names of tasks and recipes hold dots: write them without")
+    return trials
+
+
+_JUDGED_BY = ("train_loss", "validation_loss")
 
 
 def _refuse_other_recipes_under_control_names(recipes: Sequence[Recipe]) -> None:

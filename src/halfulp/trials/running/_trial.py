@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,9 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     own_trial = getattr(task, "trial", None)
     if own_trial is not None:
         return own_trial(recipe, seed, steps, data, report)
+    for part in ("train", "validation"):
+        if not len(getattr(data, part)[0]):
+            raise ValueError(f"the {part} data of task {task.name!r} are empty")
     model = task.model(data, seed)
     blank = copy.deepcopy(model)
     report_interval = max(1, min(50, steps // 12))
@@ -84,7 +88,7 @@ def _train_model(
     """Train a model in place; return the course of the training as plain data."""
     rates = [group["lr"] for group in optimizer.param_groups]
     course, memory, skipped = LossCurveRecorder(steps, report), None, 0
-    for step, given in enumerate(batches):
+    for step, given in enumerate(itertools.islice(batches, steps)):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.lr_factor(step, steps)
         batch = _convert_batch_to_weight_dtype(model, given)
@@ -103,6 +107,8 @@ def _train_model(
         course.seconds.append(time.process_time() - start)
         if not course.record_step_loss(loss.item()):
             break
+    if course.diverged_at is None and len(course.seconds) < steps:
+        raise ValueError(f"task {task.name!r} yields {len(course.seconds)} batches for {steps} steps: one each")
     lost = optimizer.report()
     found = course.make_training_summary(lost.cancelled, lost.realised, memory)
     return found if scaler is None else {**found, "skipped": skipped}
