@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from halfulp.kernels import BROADCAST_COPIES, compile_out_of_line, compile_trace, record_function, same_bits, select
+from halfulp.kernels._device_function import ElementRecording
+from halfulp.kernels._operations import add, load32, real, sqrt, store32, word
+from halfulp.kernels._trace import block_largest
 from halfulp.kernels.vector import _processor
+from halfulp.kernels.vector._loop import split_into_block_phases
 
 from .rows import run_rows
 
@@ -157,3 +161,24 @@ def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype,
     for found, wanted in zip(outputs, _sums(a, b)):
         assert same_bits(found, wanted)
         assert torch.equal(found.signbit() & (found == 0), wanted.signbit() & (wanted == 0))
+
+
+@pytest.mark.parametrize("written_before", [False, True])
+def test_what_waits_for_a_quotient_is_computed_behind_a_blocks_largest_words(written_before):
+    """With what it alone reads, but an array that is written before."""
+    element = ElementRecording(3)
+    first, second, third = element.arrays
+    element.add_scale_block_index()
+    loaded, y, i = load32(first, element.index), real(load32(second, element.index)), element.index
+    root = sqrt(y)
+    quotient = real(loaded) / root
+    store32(second, i, add(word(root), block_largest(word(root))))
+    store32(third, i, word(quotient))
+    if written_before:
+        store32(first, i, word(root + root))
+    phases = split_into_block_phases(element.trace)
+    assert {root.number, y.number} <= phases.early_lines
+    assert quotient.number in phases.late_lines
+    assert (loaded.number in phases.early_lines) is written_before
+    assert (loaded.number in phases.carried_lines) is written_before
+    assert quotient.number not in phases.early_lines

@@ -15,7 +15,7 @@ def _roots(x):
     """`approximate_cube_root` of float32, compiled."""
     trace = Trace(torch.float32)
     i, source, out = (trace.emit(*given) for given in (("index", (), None, "index"), *_addresses(2)))
-    store32(out, i, word(approximate_cube_root(real(load32(source, i)))))
+    store32(out, i, word(approximate_cube_root(real(load32(source, i)), np.float32(-0.0))))
     found = np.zeros_like(x)
     chunks, pointers = np.array([[0, 0, len(x), 0]]), np.array([[x.ctypes.data, found.ctypes.data]])
     compile_pointer_table_kernel("test", PointerTableFunction(trace, 2))(

@@ -26,7 +26,7 @@ class BlockPhases(NamedTuple):
     """The instructions of a trace by what they need of a block's largest words."""
 
     largest_lines: list[int]  # find one
-    early_lines: set[int]  # need none, and read elements, or are of constants and counters alone
+    early_lines: set[int]  # need none, are not postponed, and read elements, or are of constants and counters alone
     uniform_lines: set[int]  # of largest words and constants, and what they are computed from
     late_lines: set[int]  # all others
     late_and_free_lines: set[int]  # those, and what constants and counters alone give, which is computed again
@@ -50,6 +50,8 @@ def split_into_block_phases(trace: Trace) -> BlockPhases:
             reads.add(k)
     everything = set(range(len(lines)))
     largest = [k for k in sorted(waits) if lines[k][0] == "block_largest"]
+    moved = _find_lines_to_postpone(trace, reads, largest)
+    reads, waits = reads - moved, waits | moved
     uniform = waits - varies - set(largest)
     behind = waits - uniform - set(largest)
     needed, crossing = [operand for k in sorted(behind) for operand in lines[k][1]], set()
@@ -78,6 +80,30 @@ def split_into_block_phases(trace: Trace) -> BlockPhases:
         waiting_lines=uniform | set(largest),
         block_result_lines=sorted(uniform & used | set(largest)),
     )
+
+
+def _find_lines_to_postpone(trace: Trace, reads: set[int], largest: list[int]) -> set[int]:
+    """Return what waits for a quotient, and what that alone needs, where a block's largest words do not need it.
+
+    Beside the roots it would fill the processor's queue of waiting instructions; behind the largest words is less to
+    wait for. What rare masks choose stays, as their vectors are computed apart.
+    """
+    lines, chosen, moved = trace.lines, set(trace.rare_masks), set[int]()
+    early = find_dependencies(trace, [lines[k][1][0] for k in largest])
+    for k, (name, operands, _) in enumerate(lines):
+        if chosen & set(operands):
+            chosen.add(k)
+        if k in reads - early and (name == "div" or moved & set(operands)):
+            moved.add(k)
+    needed = chosen | early | set(trace.find_output_instructions())
+    stored = [array for array, k in trace.stores.items() if k not in moved]
+    for k, (name, operands, extra) in reversed([*enumerate(lines)]):
+        is_kept = k in needed or (name == "load" and (extra[1] or (*operands, *extra) in stored))
+        if k in reads and not is_kept:
+            moved.add(k)
+        if k not in moved:
+            needed |= set(operands)
+    return moved
 
 
 class LoopStages(NamedTuple):

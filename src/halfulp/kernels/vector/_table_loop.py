@@ -222,9 +222,7 @@ class PointerTableLoop(VectorBuilder):
 
     def compute_stage(self, lines: set[int], i, before, bases: dict, known: list[dict]) -> list[list]:
         """Return the values of two vectors in one stage, those known from the stage before too."""
-        loads = [self.trace.lines[k] for k in lines if self.trace.lines[k][0] == "load"]
-        arrays = [ArrayKey(operands[0], *extra) for _, operands, extra in loads]
-        loaded = {array: self.load_vector_pair(bases[array], i, array.bits) for array in arrays}
+        loaded = {array: self.load_vector_pair(bases[array], i, array.bits) for array in self.list_loaded_arrays(lines)}
         return self.compute_vectors(loaded, self.b.add(before, i), known, lines | known[0].keys())
 
     def prefetch_arrays(self, bases: dict, i, ahead: int | None = None) -> None:
@@ -331,6 +329,7 @@ class PointerTableLoop(VectorBuilder):
                     b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
         self.compute_block_results()
         late = phases.late_lines | phases.waiting_lines
+        late_loads = self.list_loaded_arrays(phases.late_lines)
         behind = {array: n for array, n in self.stores.items() if not array.per_block and n in phases.late_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.int64(0), several, at_once, totals) as k:
@@ -342,14 +341,20 @@ class PointerTableLoop(VectorBuilder):
                 if self.together == 1 and not self.copied:  # meanwhile the memory would be idle
                     self.prefetch_arrays(bases[0], b.add(i, self.int64(self.padded)), 0)
                 turns: list[tuple] = []
-                for number, of_block in zip(some, results):
+                for number, base, of_block in zip(some, bases, results):
                     held = b.add(b.mul(number, self.int64(self.padded)), i)
                     known = [of_block | self.load_carried_values(held, half) for half in range(2)]
-                    turns.append(({}, b.add(self.find_block_start(first, number), i), known))
+                    loaded = {array: self.load_vector_pair(base[array], i, array.bits) for array in late_loads}
+                    turns.append((loaded, b.add(self.find_block_start(first, number), i), known))
                 values = self.compute_pairs_in_turns(turns, phases.late_and_free_lines)
                 for base, pair in zip(bases, values):
                     self.store_results(pair, behind, base, i)
                 self.add_to_totals(values[0], i, totals, size, late)
+
+    def list_loaded_arrays(self, among: Collection[int]) -> list[ArrayKey]:
+        """Return the arrays that some instructions read."""
+        loads = [self.trace.lines[k] for k in sorted(among) if self.trace.lines[k][0] == "load"]
+        return list(dict.fromkeys(ArrayKey(operands[0], *extra) for _, operands, extra in loads))
 
     def load_carried_values(self, i, half: int) -> dict:
         """Load what the first loop kept of one of two vectors from element i on."""
@@ -364,7 +369,7 @@ class PointerTableLoop(VectorBuilder):
         b, phases = self.b, self.phases
         start, room = self.find_block_start(first, k), b.mul(k, self.int64(self.padded))
         shared = self.load_block_entries(bases)
-        own = [array for array in dict.fromkeys(self.loads) if not array.per_block]
+        own = [array for array in self.list_loaded_arrays(phases.early_lines) if not array.per_block]
         stores = {array: n for array, n in self.stores.items() if not array.per_block and n not in phases.late_lines}
         kept = len(totals)
         carried = totals + [self.ir.Constant(self.get_vector_type_of_line(line), None) for line in phases.largest_lines]

@@ -18,7 +18,6 @@ from ...kernels._operations import (
     add,
     bit_and,
     bit_or,
-    bit_xor,
     divide,
     load8,
     load16,
@@ -33,10 +32,8 @@ from ...kernels._operations import (
     store16,
     sub,
     to_real,
-    to_word,
     word,
 )
-from ...kernels._trace import round_to_integer
 from ._codec import TensorCodec, find_largest_finite_magnitude_word
 
 CODEC_VERSION = 2
@@ -78,9 +75,11 @@ class Int8Blocks(BlockCodec):
         """Device function: the float32 of element i before squaring; code -128 of a first moment is NaN."""
         codes, scales = arrays
         code, scale = load8(codes, i), real(shl(load16(scales, block), SHIFT_16))
-        k = to_real(code if self.squared else sub(bit_xor(code, SIGN_MASK_8), SIGN_MASK_8))
-        root = k * k * k * (INVERSE_UNSIGNED_CUBE if self.squared else INVERSE_SIGNED_CUBE) * scale
-        return root if self.squared else select(code == SIGN_MASK_8, NAN, root)
+        if self.squared:
+            k = to_real(code)
+            return k * k * k * INVERSE_UNSIGNED_CUBE * scale
+        k = to_real(shl(code, SHIFT_24))  # times 2^24, as the sign is then the word's
+        return select(k == LEAST_SHIFTED_CODE, NAN, k * k * k * INVERSE_SHIFTED_CUBE * scale)
 
     def save_unsquared(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
@@ -89,9 +88,7 @@ class Int8Blocks(BlockCodec):
         store16(scales, block, scale)
         inner = real(shl(scale, SHIFT_16))
         share = root * select(inner > ZERO, divide(UNIT, inner), UNIT)  # 1 for a block of zeros
-        code = encode_root(share, random) if self.squared else encode_signed(share, random)
-        # A positive root never gets code 0.
-        store8(codes, i, select(root <= ZERO, ZERO_WORD, select(code > ONE, code, ONE)) if self.squared else code)
+        store8(codes, i, encode_root(share, root, random) if self.squared else encode_signed(share, random))
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         root = self.load_unsquared(arrays, i, block)
@@ -112,17 +109,18 @@ def compute_scale_shape(shape: torch.Size, block: int) -> torch.Size:
 
 
 NAN = np.float32("nan")
-ONE, SHIFT_5, SHIFT_7, SHIFT_16, SHIFT_21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
-SIGN_MASK_8, SIGN_MASK_32, ZERO_WORD, CHANCE_BITS_MASK = (
-    np.uint32(0x80),
-    np.uint32(0x80000000),
-    np.uint32(0),
-    np.uint32(0xFFFE),
-)
-ONE_AS_WORD, ONE_LESS_TWO_TO_MINUS_16 = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
-ZERO, UNIT, THREE = (np.float32(x) for x in (0.0, 1.0, 3.0))
+SHIFT_5, SHIFT_16, SHIFT_21, SHIFT_24 = (np.uint32(n) for n in (5, 16, 21, 24))
+SIGN_MASK_32, ZERO_WORD, CHANCE_BITS_MASK = (np.uint32(n) for n in (0x80000000, 0, 0xFFFE))
+# 128 and 2^-16, the last place of its binade, as a word.
+CHANCE_BIAS, CHANCE_BIAS_WORD = np.float32(128), np.uint32(0x43000001)
+ZERO, NEGATIVE_ZERO, UNIT, THREE = (np.float32(x) for x in (0.0, -0.0, 1.0, 3.0))
+# Its last place is 1: a number added to it is rounded to nearest, and is the low byte of the sum's word.
+MAGIC = np.float32(1.5 * 2.0**23)
+# LLVM adds it under a mask, and makes a 1 of the mask itself, which takes longer.
+ONE_IN_LOW_BYTE = np.uint32(0x101)
+LEAST_SHIFTED_CODE, INVERSE_SHIFTED_CUBE = np.float32(-(2.0**31)), np.float32(1 / 127**3) * np.float32(2.0**-72)
 LARGEST_SIGNED_CUBE, LARGEST_UNSIGNED_CUBE = np.float32(127.0**3), np.float32(255.0**3)
-INVERSE_SIGNED_CUBE, INVERSE_UNSIGNED_CUBE = np.float32(1 / 127**3), np.float32(1 / 255**3)
+INVERSE_UNSIGNED_CUBE = np.float32(1 / 255**3)
 # Scales have three significant bits: finer ones move as their block decays, and all its codes are rounded again.
 BELOW_SCALE_STEP, LEAST_SCALE_CODE, LARGEST_SCALE_CODE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
 INVERSE_ROOT_START, THIRD_OF_WORD = np.uint32(0x54A1B000), np.uint32(0x55555555)
@@ -130,23 +128,29 @@ ROOT_COEFFICIENT_0, ROOT_COEFFICIENT_1, ROOT_COEFFICIENT_2 = (np.float32(x) for 
 HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, GROW_FACTOR = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
-def approximate_cube_root(x):
-    """Device function: the cube root of 0 <= x < 2^24 within .05."""
+def approximate_cube_root(x, offset):
+    """Device function: the cube root of 0 <= x < 2^24 within .05, plus an offset."""
     # Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
     y = real(sub(INVERSE_ROOT_START, multiply_high16(word(x), THIRD_OF_WORD)))
     near = x * (y * y)
     p = near * y
-    return near * multiply_add(p, multiply_add(p, ROOT_COEFFICIENT_2, ROOT_COEFFICIENT_1), ROOT_COEFFICIENT_0)
+    factor = multiply_add(p, multiply_add(p, ROOT_COEFFICIENT_2, ROOT_COEFFICIENT_1), ROOT_COEFFICIENT_0)
+    return multiply_add(near, factor, offset)
+
+
+def make_biased_random_fraction(random):
+    """Device function: 128 plus a number in (0, 1), an odd multiple of 2^-16, whose digits are the word's last bits."""
+    # A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
+    return real(bit_or(bit_and(random, CHANCE_BITS_MASK), CHANCE_BIAS_WORD))
 
 
 def make_random_fraction(random):
-    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1."""
-    # A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
-    return real(bit_or(shl(bit_and(random, CHANCE_BITS_MASK), SHIFT_7), ONE_AS_WORD)) - ONE_LESS_TWO_TO_MINUS_16
+    """Device function: the number in (0, 1) alone."""
+    return make_biased_random_fraction(random) - CHANCE_BIAS
 
 
-# Codes rise at thresholds, one between each two cubes; the root of the j-th is at most .39 above j + chance:
-# the whole number nearest to a root less the chance is the code, or one less, which one comparison tells.
+# A code, the low byte of a word, rises at thresholds, one between each two cubes; the root of the j-th is at most .39
+# above j + chance: the whole number nearest to a root less the chance is the code, or one less: one comparison tells.
 
 
 def encode_signed(value, random):
@@ -154,22 +158,24 @@ def encode_signed(value, random):
     x = abs(value) * LARGEST_SIGNED_CUBE
     x = select(x < LARGEST_SIGNED_CUBE, x, LARGEST_SIGNED_CUBE)
     chance = make_random_fraction(random)
-    j = round_to_integer(approximate_cube_root(x) - chance)
+    raised = approximate_cube_root(x, -chance) + MAGIC
+    j = raised - MAGIC
     square = j * j
     gap = multiply_add(square + j, THREE, UNIT)  # to the cube of the next whole number
-    size = j + select(chance * gap < multiply_add(square, -j, x), UNIT, ZERO)
-    size = size + select(value == value, ZERO, UNIT)  # x of a NaN is the largest, and its size thus 128
-    return to_word(real(bit_or(word(size), bit_and(word(value), SIGN_MASK_32))))
+    size = add(word(raised), select(chance * gap < multiply_add(square, -j, x), ONE_IN_LOW_BYTE, ZERO_WORD))
+    size = add(size, select(value == value, ZERO_WORD, ONE_IN_LOW_BYTE))  # NaN's x is the largest, its size 128
+    return select(word(value) >= SIGN_MASK_32, sub(ZERO_WORD, size), size)
 
 
-def encode_root(value, random):
-    """Device function: the unsigned code of a root in units of its block's scale."""
+def encode_root(value, root, random):
+    """Device function: the unsigned code of a root in units of its block's scale; of a positive one never 0."""
     x = value * LARGEST_UNSIGNED_CUBE
     x = select(x < LARGEST_UNSIGNED_CUBE, x, LARGEST_UNSIGNED_CUBE)
-    chance = make_random_fraction(random)
-    j = round_to_integer(approximate_cube_root(x) - chance)
-    t = j + chance
-    return add(to_word(j), select(t * t * t < x, ONE, ZERO_WORD))
+    x = select(root == ZERO, ZERO, select(x > UNIT, x, UNIT))
+    biased = make_biased_random_fraction(random)
+    raised = approximate_cube_root(x, -biased) + (MAGIC + CHANCE_BIAS)
+    t = (raised - (MAGIC + CHANCE_BIAS)) + biased  # the code and the chance
+    return word(raised + select(t * t * t < x, UNIT, NEGATIVE_ZERO))
 
 
 def encode_scale(top):
