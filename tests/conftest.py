@@ -40,6 +40,9 @@ PINNED = "2.13"  # of constraints.txt
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
+# Inductor compiles a program for each set of instructions that the processor has, to see that g++ knows them: 15 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # Most of what importing and collecting make stays: the garbage collector need not look through it again and again.
 gc.disable()
 
@@ -156,6 +159,11 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+def _is_pinned() -> bool:
+    """Whether this torch is as new as the pinned one, of which nothing need be compiled to find out what it does."""
+    return not is_older(torch.__version__, PINNED)
 
 
 def _draws_alike() -> bool:
@@ -334,7 +342,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "gloo that prints nothing of its own": lambda: not is_older(torch.__version__, "2.11"),
     "a compiler that captures a module which counts its calls": _captures_counts,
     "torch._scaled_mm on the CPU": _has_scaled_product,
-    "an embedding's compiled gradient that counts every index": _compiles_embeddings,
+    "an embedding's compiled gradient that counts every index": lambda: _is_pinned() or _compiles_embeddings(),
     "derivative of aminmax": _has_derivative_of_aminmax,
     "a cast to float8_e4m3fn that saturates": lambda: (
         torch.tensor(1e3).to(torch.float8_e4m3fn).float().isfinite().item()
@@ -353,7 +361,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "all operators of the pinned version, whose rules the page counts": lambda: not is_older(torch.__version__, PINNED),
     "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
-    "random operators that Inductor keeps in order": _keeps_random_order,
+    "random operators that Inductor keeps in order": lambda: _is_pinned() or _keeps_random_order(),
     "flash attention of grouped queries on the CPU": _takes_groups,
     "graphs whose only result is a view of a tensor subclass": lambda: not is_older(torch.__version__, "2.11"),
     "products with out_dtype=": lambda: hasattr(torch.ops.aten.mm, "dtype"),
@@ -362,7 +370,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch.compiler.is_exporting, which transformers calls": lambda: hasattr(torch.compiler, "is_exporting"),
     "a ReduceOp that collectives of tensor classes can read": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "slices of some dimensions alone": _slices_some_alone,
-    "Inductor's emulate_precision_casts on the CPU": _keeps_casts,
+    "Inductor's emulate_precision_casts on the CPU": lambda: _is_pinned() or _keeps_casts(),
     "a saved option that tells Adam's decay from AdamW's": lambda: (
         "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults
     ),
@@ -421,8 +429,8 @@ def assembly_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
 
     machine = _machine_function._make_target_machine
 
-    def target_machine(written: list[str]):
-        made = machine()
+    def target_machine(written: list[str], *level: int):
+        made = machine(*level)
         emit = made.emit_object
         made.emit_object = lambda module: written.append(made.emit_assembly(module)) or emit(module)
         return made

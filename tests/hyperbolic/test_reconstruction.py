@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import average_precision_score
 
 from halfulp.hyperbolic import HalfSpace, PoincareBall, evaluate_reconstruction
 from halfulp.mctensor import MCTensor
@@ -11,6 +10,8 @@ from halfulp.mctensor import MCTensor
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_against_counting(ties, seed):
+    from sklearn.metrics import average_precision_score  # which takes seconds, in each process that collects tests
+
     points = torch.rand(40, 2, dtype=torch.float64) + 0.1
     if ties:
         points = (points * 3).round() / 3 + 0.5

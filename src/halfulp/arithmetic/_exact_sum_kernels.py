@@ -32,6 +32,7 @@ FORMAT_BY_ELEMENT_DTYPE = {
 }
 WORD_DTYPE_BY_BITS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 WINDOW_BITS = 16
+_MOST_LIMBS_OPTIMIZED = 32  # those of float64 would take LLVM 5 to 30 s, and run a tenth faster
 _HEAD_BITS = 62  # bits of the leading part that is rounded
 _EXPONENT_OFFSET = 4096  # added to exponents, so that they are words
 _LOADS_BY_BITS: dict[int, Any] = {16: o.load16, 32: o.load32, 64: o.load64}
@@ -286,7 +287,8 @@ def make_carry_and_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) 
             reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros)
         )
         _STORES_BY_BITS[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
-    return PointerTableFunction(element.trace, len(element.arrays))
+    is_long = reach.limbs > _MOST_LIMBS_OPTIMIZED
+    return PointerTableFunction(element.trace, len(element.arrays), is_compiled_quickly=is_long)
 
 
 def _propagate_carries(reach: LimbRange, counters: list) -> list:

@@ -37,6 +37,8 @@ class PointerTableFunction:
     # Whether what is stored goes past the caches, which then need not read its old contents first. Arrays begin at
     # multiples of `STREAMING_STORE_ALIGNMENT` bytes, and none is read and stored.
     is_streaming: bool = False
+    # Whether the kernel is so long, and runs so rarely, that the compiler's time counts more than the kernel's.
+    is_compiled_quickly: bool = False
 
     @property
     def sum_column_count(self) -> int:

@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from halfulp.arithmetic import _exact_sums as kernels
-from halfulp.arithmetic._exact_sum_kernels import LIMB_COUNT, MIN_EXPONENT, WORD_COUNT, LimbRange
+from halfulp.arithmetic._exact_sum_kernels import (
+    LIMB_COUNT,
+    MIN_EXPONENT,
+    WORD_COUNT,
+    LimbRange,
+    make_carry_and_rounding_kernel,
+)
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import engine, same_bits
+from halfulp.kernels.vector import _machine_function
+from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel
 
 ENGINES = ("llvm", "reference")
 
@@ -80,3 +88,23 @@ def test_rounding_of_any_integer(seed):
         for run_by in ENGINES:
             with engine(run_by):
                 assert same_bits(kernels.round_accumulators(torch.stack(made), dtype), torch.stack(correct))
+
+
+@pytest.mark.parametrize(("dtype", "level"), [(torch.float32, 3), (torch.float64, 0)], ids=str)
+@pytest.mark.parametrize("result", [None, torch.float32], ids=str)
+def test_kernels_of_many_limbs_are_left_unoptimized(dtype, level, result, monkeypatch, tmp_path):
+    """LLVM's passes take 5 s on those of float64's sums, and 13 s on those of its products."""
+
+    class Asked(Exception):
+        pass
+
+    def make_target_machine(level):
+        raise Asked(level)
+
+    monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_machine_function, "_make_target_machine", make_target_machine)
+    for product in (False, True):
+        table = make_carry_and_rounding_kernel(LimbRange.for_terms(dtype, product), result)
+        with pytest.raises(Asked) as asked:
+            compile_pointer_table_kernel("exact_sums", table)
+        assert asked.value.args == (level,)

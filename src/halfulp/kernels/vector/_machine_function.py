@@ -42,10 +42,13 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def compile_machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
+def compile_machine_function(
+    name: str, key: str, arguments: int, write: Callable[..., None], optimized: bool = True
+) -> Kernel:
     """Return a compiled function of so many integers of 64 bits, addresses mostly, which runs without Python's lock.
 
-    `write(builder, *arguments)` writes the instructions, which `key` determines, but for the sources of `kernels`.
+    `write(builder, *arguments)` writes the instructions, which `key` determines, but for the sources of `kernels`; so
+    does it whether they are `optimized`.
 
     >>> import numpy as np
     >>> def fill(b, first, last, array):
@@ -63,7 +66,7 @@ def compile_machine_function(name: str, key: str, arguments: int, write: Callabl
         address = _load_kernel_file(path)
         cache_statistics["compiled" if address is None else "found"] += 1
         if address is None:
-            code = _compile_object(arguments, write)
+            code = _compile_object(arguments, write, optimized)
             _write_kernel_file(path, code)
             address = _link_object(code)
     return Kernel(_FUNCTION_TYPE(address), struct.Struct(f"{arguments}q").pack)
@@ -121,13 +124,13 @@ def _link_object(code: bytes) -> int:
     return address
 
 
-def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
+def _compile_object(arguments: int, write: Callable[..., None], optimized: bool) -> bytes:
     """Return the object file of the instructions that `write` makes, behind a tag."""
     from llvmlite import binding, ir
 
     from ._builder import VectorBuilder
 
-    machine = _make_target_machine()
+    machine = _make_target_machine(3 if optimized else 0)
     module = ir.Module(_FUNCTION_SYMBOL)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _FUNCTION_SYMBOL)
@@ -137,7 +140,7 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
     write(vectors, *(vectors.load_word(vectors.arguments, k) for k in range(arguments)))
     vectors.b.ret_void()
     parsed = binding.parse_assembly(str(module))
-    options = binding.create_pipeline_tuning_options(speed_level=2)
+    options = binding.create_pipeline_tuning_options(speed_level=2 if optimized else 0)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(machine, options)
     manager = passes.getModulePassManager()
@@ -150,14 +153,14 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
     return _HALFULP_OBJECT_TAG + code
 
 
-def _make_target_machine() -> Any:
+def _make_target_machine(level: int = 3) -> Any:
     """Return the processor's, new at each call: an engine owns its own, and may be gone before others."""
     from llvmlite import binding
 
     triple, name, features = find_processor()
     target = binding.Target.from_triple(triple)
     return target.create_target_machine(
-        cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
+        cpu=name, features=features, opt=level, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 

@@ -39,7 +39,11 @@ def compile_pointer_table_kernel(name: str, table: PointerTableFunction) -> Kern
     (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sum_column_count`).
     """
     return compile_machine_function(
-        name, table.make_key(), 8, lambda b, *values: PointerTableLoop(b.b, table).write_kernel(*values)
+        name,
+        table.make_key(),
+        8,
+        lambda b, *values: PointerTableLoop(b.b, table).write_kernel(*values),
+        optimized=not table.is_compiled_quickly,
     )
 
 
