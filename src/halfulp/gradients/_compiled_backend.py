@@ -156,12 +156,14 @@ def make_torch_compile_backend(backward: Backward, name: str = "inductor") -> Ca
         warn_of_graph_breaks(inputs, backward)
         partition = GradientMovingPartitioner(backward.handle, plan_sites(module, inputs, backward))
         # Bodies of higher-order operators, such as checkpoints, are graphs of their own.
-        for graph in [one.graph for one in module.modules() if isinstance(one, GraphModule)]:
-            for node in list(graph.nodes):
+        for part in module.modules():
+            if not isinstance(part, GraphModule):
+                continue
+            for node in list(part.graph.nodes):
                 if node.target is mark_scaled_output and node.args[1] == backward.handle:
                     node.replace_all_uses_with(node.args[0])
-                    graph.erase_node(node)
-            graph.owning_module.recompile()
+                    part.graph.erase_node(node)
+            part.recompile()
         if name == "aot_eager":
             from torch._dynamo.backends.common import aot_autograd
             from torch._dynamo.backends.debugging import boxed_nop
