@@ -134,9 +134,9 @@ def test_options_of_policies(make, match):
     assert Constant() == Constant()
 
 
-def ready():
+def ready(**options):
     model, x = mlp(), batch()
-    scaler, opt = hu.AdaptiveGradScaler(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, opt = hu.AdaptiveGradScaler(model, **options), torch.optim.SGD(model.parameters(), lr=0.1)
     return model, scaler, opt, lambda: mean_square(model(x))
 
 
@@ -204,6 +204,19 @@ def test_a_new_scale(new, seed):
     with untouched(model), pytest.raises(ValueError, match="new_scale is a power of two"):
         scaler.update(new)
     assert scaler.get_scale() == 2.0**16
+
+
+def test_scales_beyond_floor_and_ceiling(seed):
+    model, scaler, opt, loss = ready(floor=-4, ceiling=20)
+    scaler.scale(loss()).backward()
+    scaler.step(opt)
+    before = scaler.sites().to_dict()
+    with pytest.raises(ValueError, match=r"new_scale is 2\^-5, beyond floor=-4"):
+        scaler.update(2.0**-5)
+    for exponent in (-5, 21, 2.0, 2.5, float("nan"), "3", None):
+        with untouched(model), pytest.raises(ValueError, match=r"the (scale|exponent) of '0' is"):
+            scaler.set_exponents({"global": 3, "0": exponent})
+    assert scaler.sites().to_dict() == before
 
 
 def saved_state():

@@ -215,8 +215,8 @@ class ExponentController:
                 f"floor and ceiling are integers, {MIN_EXPONENT} <= floor <= ceiling <= {MAX_EXPONENT}, got {floor!r} "
                 f"and {ceiling!r}"
             )
-        if not floor <= start <= ceiling:
-            raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
+        self.floor, self.ceiling = floor, ceiling
+        self.check_bounds("init_scale", start)
         rounding, format = get_rounding(rounding), None if format is None else get_signed(format)
         if isinstance(rounding, Stochastic) and rounding.seed is not None:
             raise ValueError(
@@ -234,7 +234,7 @@ class ExponentController:
         self.backward.update_process_groups = self.processes.update_process_groups
         self.policy = policy
         self.interval = interval
-        self.floor, self.ceiling, self.start = floor, ceiling, start
+        self.start = start
         self.iteration = 0
         # The iteration from which `is_measured_iteration` counts, and how many steps in a row were skipped before it.
         self._restart_iteration = 0
@@ -310,8 +310,17 @@ class ExponentController:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.processes.agree_on_minimum(occasion, self.iteration, list(values))
 
+    def check_bounds(self, field: str, exponent: int) -> None:
+        """Raise for a scale beyond floor and ceiling."""
+        if not self.floor <= exponent <= self.ceiling:
+            raise ValueError(f"{field} is 2^{exponent}, beyond floor={self.floor} and ceiling={self.ceiling}")
+
     def assign_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
+        for key, exponent in exponents.items():
+            if not isinstance(exponent, int):
+                raise ValueError(f"the exponent of {key!r} is an integer, got {exponent!r}")
+            self.check_bounds(f"the scale of {key!r}", exponent)
         unknown = [key for key in exponents if key not in self.sites]
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)}; the sites are {', '.join(self.sites)}")

@@ -252,7 +252,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             new_scale: A power of two that the global scale is set to instead.
 
         Raises:
-            ValueError: no gradients were checked since the last update, or a scale that is no power of two.
+            ValueError: no gradients were checked since the last update, or a scale that is no power of two, or beyond
+                floor and ceiling.
         """
         if not self._enabled:
             return
@@ -263,6 +264,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "scaler.step(optimizer), or scaler.unscale_(optimizer), first"
             )
         exponent = None if new_scale is None else get_exponent_of_power_of_two_scale("new_scale", float(new_scale))
+        if exponent is not None:
+            self._controller.check_bounds("new_scale", exponent)
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read_overflow_and_measurements(flags):
@@ -321,7 +324,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
 
         Raises:
-            ValueError: there is no such site yet; sites are known from the first forward pass on.
+            ValueError: there is no such site yet (sites are known from the first forward pass on), or an exponent is no
+                integer from floor to ceiling.
         """
         self._controller.assign_exponents(exponents)
         self._clear_iteration()
