@@ -101,7 +101,8 @@ class Manifold(abc.ABC):
                 time. By default the result is as wide as the points.
 
         Returns:
-            Distances (...).
+            Distances (...); infinite from about the logarithm of the dtype's largest number on (12 in float16, 90 in
+            bfloat16 and float32, 711 in float64), and 0 below about the root of its smallest.
         """
         a = self._compute_squared_half_sinh(u, v, dtype)
         near = a == 0
