@@ -288,3 +288,31 @@ def test_parameters_that_an_optimizer_gets_while_it_is_observed_are_its_own(seed
     assert {"0.weight", "1.weight"} <= lost
     assert "never-stepped" not in [finding.code for finding in seen.findings]
     assert [said for said in seen.record.unseen if "got parameters after" in said]
+
+
+class Clipped(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.clamp_(-1, 1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["loop", "closure"])
+def test_a_step_that_calls_its_base_class_is_one_step(seed, called):
+    model = nn.Linear(4, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch runs the hooks in its step, too
+    optimizer = Clipped(model.parameters(), lr=0.1)
+
+    def compute():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).sum()
+        loss.backward()
+        return loss
+
+    compute()
+    with hu.observe(model, optimizer, interval=2) as seen:
+        for _ in range(6):
+            optimizer.step(compute if called else None)
+    assert (len(seen), seen.record.sampled_steps) == (6, [0, 2, 4])
+    assert seen.record.parameters["weight"].update.seen == 3 * 4

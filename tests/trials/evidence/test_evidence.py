@@ -1,6 +1,9 @@
 """Evidence as data, text and a page."""
 
+import functools
 import json
+import math
+import operator
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -43,6 +46,41 @@ def test_json_round_trip(evidence: Evidence) -> None:
 def test_json_of_something_else(text: str) -> None:
     with pytest.raises(ValueError, match="not the JSON of a comparison"):
         Evidence.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("trials", []),
+        ("run", {"workers": 2}),
+        ("trials.0.settings.seed", "0"),
+        ("trials.0.settings.steps", None),
+        ("trials.0.settings.versions", 3),
+        ("trials.0.settings.task.title", None),
+        ("trials.0.result.parameters", None),
+        ("trials.0.result.float32.validation.loss", math.nan),
+        ("trials.0.result.float32.validation.loss", 1e308),
+        ("trials.0.result.float32.validation.loss", 10**400),
+        ("trials.0.result.curve", [1, 2]),
+        ("trials.0.result.curve", [[1, "2"]]),
+    ],
+)
+def test_json_that_was_edited_is_refused_where_it_is_read(evidence: Evidence, path: str, value) -> None:
+    content = json.loads(evidence.to_json())
+    *parts, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    functools.reduce(operator.getitem, parts, content)[last] = value
+    with pytest.raises(ValueError, match="not the JSON of a comparison"):
+        Evidence.from_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("step_ms", [None, 0])
+def test_steps_that_took_no_time_have_no_speed(evidence: Evidence, step_ms) -> None:
+    content = json.loads(evidence.to_json())
+    for trial in content["trials"]:
+        trial["result"]["step_ms"] = step_ms
+    again = Evidence.from_json(json.dumps(content))
+    assert {row.speed for row in again.rows()} == {None}
+    assert "None" not in again.table()
 
 
 def test_diverged_trials_are_valid_json(make_record) -> None:

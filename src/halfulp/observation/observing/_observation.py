@@ -220,6 +220,8 @@ class Observation:
         self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
         self._sinks = RowWriter(self.recorder, sinks)
         self._handles: list[RemovableHandle] = []
+        # Optimizers whose step has begun, by id.
+        self._stepping: set[int] = set()
         self._logged: float | None = None
         self._losses: deque[float] = deque(maxlen=MOST_COMPARED_LOSSES)
         self._began: float | None = None
@@ -339,6 +341,7 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Sample before an optimizer's update; with a closure, behind its first call, which computes the gradients."""
+        self._stepping.add(id(optimizer))
         if (ended := self._steps.end_run_step_if_stepped_again(optimizer)) is not None:
             self._end_run_step(ended)
         if self._scales.searches_left:
@@ -355,6 +358,9 @@ class Observation:
 
     def _handle_step_end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what an optimizer's step did with what was wanted."""
+        if id(optimizer) not in self._stepping:  # torch calls hooks in a subclass's step and in its base's
+            return
+        self._stepping.remove(id(optimizer))
         if self.recorder.sampling:
             run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
         if self._steps.note_step_end(optimizer):

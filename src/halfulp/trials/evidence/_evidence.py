@@ -9,7 +9,7 @@ import os
 from typing import Any, Self
 
 from ...pages import render_template, require_page_packages, write_file_atomically
-from .._defaults import TONE_BY_VERDICT
+from .._defaults import REFERENCE_RECIPE, TONE_BY_VERDICT
 from ..page._curves import LineStyle, LossesByRecipe, choose_line_styles, draw_loss_curves
 from ._row import FinishedTrials, Row, check_trial_record
 from ._table import (
@@ -108,6 +108,11 @@ def _make_row_for_template(
 
 
 EVIDENCE_JSON_VERSION = 1
+_RUN_FIELDS = {"workers", "cores", "seconds"}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} among its numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +150,20 @@ class Evidence(FinishedTrials):
             ValueError: the text is no such JSON.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, parse_constant=_refuse_constant)
             if data["schema"] != EVIDENCE_JSON_VERSION:
                 raise ValueError(f"schema {data['schema']}, this version reads {EVIDENCE_JSON_VERSION}")
             trials = tuple(data["trials"])
             for record in trials:
                 check_trial_record(record)
-            return cls(trials=trials, run=data["run"])
-        except (ValueError, KeyError, TypeError) as error:
+            if missing := _RUN_FIELDS - dict(data["run"]).keys():
+                raise ValueError(f"its run has no {', '.join(sorted(missing))}")
+            found = cls(trials=trials, run=data["run"])
+            if not found.tasks():
+                raise ValueError(f"it has no trial of {REFERENCE_RECIPE}")
+            found.rows()
+            return found
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise ValueError(f"not the JSON of a comparison: {error}") from None
 
     def table(self) -> str:

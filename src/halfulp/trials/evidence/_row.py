@@ -296,11 +296,19 @@ def _group_by_recipe(records: Iterable[TrialRecord]) -> dict[str, dict[int, Tria
 def check_trial_record(record: TrialRecord) -> None:
     """Refuse what is not a finished trial as this version writes it."""
     try:
-        make_rows(record["settings"]["task"]["name"], [record])
-        list(record["result"]["curve"])
+        settings, result = record["settings"], record["result"]
+        task = settings["task"]
+        make_rows(task["name"], [record])
+        texts = task["title"], task["rule"], result["data"]
+        numbers = settings["seed"], settings["steps"], result["parameters"], result["targets"]
+        if not all(isinstance(one, str) for one in texts) or not all(type(one) is int for one in numbers):
+            raise TypeError(f"words are {texts}, whole numbers {numbers}")
+        dict(task["hyper"]), dict(settings["versions"]), task["batch"]
+        for step, loss in result["curve"]:
+            int(step), math.frexp(loss)
     except KeyError as missing:
         raise ValueError(f"it has no {missing.args[0]!r}") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"a field is of another kind: {error}") from None
 
 
@@ -343,7 +351,7 @@ def _make_recipe_row(
     limit = compute_noise_threshold(
         gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) else ()
     )
-    step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
+    step_ms_of_float32 = _compute_mean([record["result"]["step_ms"] for record in reference.values()])
     accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
     gap, judged = _compute_mean(gaps), {REFERENCE_RECIPE: "reference", TWIN_RECIPE: "control"}.get(recipe)
     if diverged:
@@ -371,7 +379,7 @@ def _make_recipe_row(
         verdict=judged,
         accuracy=_compute_mean(accuracies),
         accuracy_spread=_compute_standard_deviation(accuracies),
-        speed=step_ms / statistics.fmean(step_ms_of_float32) if step_ms is not None and step_ms_of_float32 else None,
+        speed=step_ms / step_ms_of_float32 if step_ms is not None and step_ms_of_float32 else None,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
         operand_format=settings.get("operand_format"),
