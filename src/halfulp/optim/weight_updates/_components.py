@@ -30,28 +30,34 @@ ZERO, NEGATIVE_ZERO, ZERO_WORD = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
 
 
-def zero_oversized_residual_of_wide_exponent(p, c):
-    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
-    # For float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound is NaN.
-    return select(abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
+def zero_oversized_finite_residual(p, c):
+    """Device function: a residual, or 0 if it is infinite or larger than its weight update leaves beside p."""
+    # The bound lies between two numbers of bfloat16; an infinite p, whose bound is infinite, keeps no residual anyway.
+    return select(abs(c) < real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE, c, ZERO)
 
 
 def zero_oversized_residual(p, c):
-    """Device function: `zero_oversized_residual_of_wide_exponent` for any store and bound."""
+    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
     w = p + c
     fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + LEAST_RESIDUAL) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 
-def make_residual_bound_bindings(store: Store, ulps: float) -> dict[str, Any]:
-    """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p."""
+def make_residual_bound_bindings(store: Store, ulps: float, is_single: bool = False) -> dict[str, Any]:
+    """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
+
+    A single one of bfloat16 takes less: half an ulp above the largest number is finite in float32, which has a number
+    between any two of bfloat16.
+    """
     wide = store.emin == -126
     # A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
     # binade, for a subnormal operand in every sum may cost.
     least = np.float32(0.0 if wide else 2.0**store.emin * compute_ulp_of_one(store))
     share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    fitting = zero_oversized_residual_of_wide_exponent if wide and ulps < 1 else zero_oversized_residual
+    is_quick = is_single and store.dtype == torch.bfloat16 and ulps < 1
+    fitting = zero_oversized_finite_residual if is_quick else zero_oversized_residual
+    share *= np.float32(1 + compute_ulp_of_one(store) / 2) if is_quick else np.float32(1)
     return {"fitting": fitting, "LOWEST_BINADE_WORD": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
 
 
@@ -113,7 +119,7 @@ class Kahan(WeightUpdate):
         ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + compute_ulp_of_one(store))
         return (
             functions
-            | make_residual_bound_bindings(store, ulps)
+            | make_residual_bound_bindings(store, ulps, is_single=True)
             | make_store_bindings(store, self.weight == "stochastic")
         )
 
