@@ -468,12 +468,12 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str]
 class _Branch:
     """A server that another one has forked: to import torch takes seconds, and two that hash differently are enough."""
 
-    def __init__(self, server: subprocess.Popen) -> None:
+    def __init__(self, server: "subprocess.Popen | _Branch", prepares: bool = False) -> None:
         with tempfile.TemporaryDirectory() as folder:
             pipes = [str(Path(folder, name)) for name in ("requests", "answers")]
             for pipe in pipes:
                 os.mkfifo(pipe)
-            print(json.dumps({"pipes": pipes}), file=server.stdin, flush=True)
+            print(json.dumps({"pipes": pipes, "prepares": prepares}), file=server.stdin, flush=True)
             self.stdin, self.stdout = open(pipes[0], "w"), open(pipes[1])  # noqa: SIM115
 
     def communicate(self, timeout: float) -> None:
@@ -499,6 +499,8 @@ def _server(number: int | str, servers: Servers) -> subprocess.Popen | _Branch:
     """One of the processes that have imported torch, which is started where it is not there."""
     if number in (2, 3) and number not in servers:
         servers[number] = _Branch(_server(number - 2, servers))
+    if number == 0 and number not in servers:
+        servers[number] = _Branch(_server("bare", servers), prepares=True)
     if number not in servers:
         command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

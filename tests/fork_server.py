@@ -4,8 +4,8 @@ Each line of standard input is a JSON object: script, arguments, environment, di
 for its errors, which may be the same. The process forks itself; the child runs the script as `python -c` would, where
 asked in a session of its own. Standard output has the child's id, then its exit code. A test of several ranks takes a
 server each; neighbours hash differently, as processes of a launcher do. A line with two named pipes asks for another
-server, forked from this one, which takes its lines from the first and answers in the second. A bare server has imported
-torch and nothing of this library.
+server, forked from this one, which takes its lines from the first and answers in the second; where it `prepares`, it
+imports what takes long first. A bare server has imported torch and nothing of this library.
 """
 
 import atexit
@@ -66,9 +66,12 @@ def wait_for_script() -> dict | None:
         child = os.fork()
         if pipes := request.get("pipes"):
             if child == 0:
-                sys.stdin, sys.stdout = open(pipes[0]), open(pipes[1], "w")  # noqa: SIM115
-                os.dup2(sys.stdin.fileno(), 0)
-                os.dup2(sys.stdout.fileno(), 1)
+                # The streams stay, so that what a child sends elsewhere is sent elsewhere.
+                with open(pipes[0]) as lines, open(pipes[1], "w") as answers:
+                    os.dup2(lines.fileno(), 0)
+                    os.dup2(answers.fileno(), 1)
+                if request["prepares"]:
+                    prepare()
             continue
         if child == 0:
             return request

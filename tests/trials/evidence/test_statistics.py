@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # whose stats is imported where it is used first: seconds, in each process that collects tests
 
 from halfulp.trials.evidence._row import (
     LEAST_NOTABLE_RELATIVE_GAP,
@@ -24,12 +24,12 @@ from halfulp.trials.evidence._row import (
 @pytest.mark.parametrize("count", [3, 4, 7, 11, 12, 20, 40])
 def test_noise_is_students_interval(count: int, seed: int) -> None:
     gaps = [math.sin(seed + 7 * index) for index in range(count)]
-    low, high = stats.t.interval(0.95, count - 1, statistics.fmean(gaps), stats.sem(gaps))
+    low, high = scipy.stats.t.interval(0.95, count - 1, statistics.fmean(gaps), scipy.stats.sem(gaps))
     assert compute_noise_threshold(gaps, [], 0.0) == pytest.approx((high - low) / 2, rel=1e-3)
 
 
 def test_noise_is_at_least_what_the_twin_scatters_and_the_margin() -> None:
-    width = stats.t.ppf(0.975, 2) * math.sqrt((0.02**2 + 0.03**2) / 2) / math.sqrt(3)
+    width = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.02**2 + 0.03**2) / 2) / math.sqrt(3)
     assert compute_noise_threshold([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
     assert compute_noise_threshold([0.1, 0.1, 0.1], [], 2.0) == 2.0 * LEAST_NOTABLE_RELATIVE_GAP
 
@@ -44,10 +44,10 @@ def test_several_recipes_scatter_at_least_as_all_do() -> None:
     )
     assert pool_standard_deviations(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
     assert pool_standard_deviations([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
-    limit = stats.t.isf(0.037 / 2, 2)  # two recipes of three seeds need no more than one does
+    limit = scipy.stats.t.isf(0.037 / 2, 2)  # two recipes of three seeds need no more than one does
     assert compute_noise_threshold(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
     # The wide one does not hide what is certain of the close one by Bonferroni's correction.
-    bonferroni = stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
+    bonferroni = scipy.stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
     assert bonferroni < limit * pool_standard_deviations(compared) / math.sqrt(3)
     assert compute_noise_threshold(close, [], 0.0, compared) == pytest.approx(bonferroni)
     assert compute_noise_threshold(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
@@ -90,8 +90,8 @@ def limits_of(gaps: np.ndarray) -> np.ndarray:
     unit = [float(x) for x in (np.arange(seeds) - (seeds - 1) / 2) / np.arange(seeds).std(ddof=1)]
     quantile = compute_noise_threshold(unit, [], 0.0, [unit] * recipes)
     pooled = quantile * np.maximum(own, np.sqrt((own**2).mean(1, keepdims=True)))
-    bonferroni = stats.t.isf(0.005 / recipes / 2, seeds - 1) * own / math.sqrt(seeds)
-    return np.maximum(np.minimum(pooled, bonferroni), stats.t.isf(0.025, seeds - 1) * own / math.sqrt(seeds))
+    bonferroni = scipy.stats.t.isf(0.005 / recipes / 2, seeds - 1) * own / math.sqrt(seeds)
+    return np.maximum(np.minimum(pooled, bonferroni), scipy.stats.t.isf(0.025, seeds - 1) * own / math.sqrt(seeds))
 
 
 # Of so many recipes so many scatter, the others not at all: the worst of all correlations, found by search.
@@ -226,7 +226,7 @@ def test_a_narrow_interval_leaves_nothing_unclear(seed: int) -> None:
 @pytest.mark.parametrize("seeds", [2, 3, 4, 7, 12, 41])
 @pytest.mark.parametrize("level", [0.05, 0.001])
 def test_students_quantile_for_one_recipe(seeds: int, level: float) -> None:
-    assert find_gap_quantile(seeds, 1, level) == pytest.approx(stats.t.isf(level / 2, seeds - 1), rel=1e-7)
+    assert find_gap_quantile(seeds, 1, level) == pytest.approx(scipy.stats.t.isf(level / 2, seeds - 1), rel=1e-7)
 
 
 def test_more_recipes_and_smaller_levels_ask_for_more() -> None:
@@ -235,7 +235,7 @@ def test_more_recipes_and_smaller_levels_ask_for_more() -> None:
         assert limits == sorted(limits)
         assert find_gap_quantile(seeds, 5, 0.01) > find_gap_quantile(seeds, 5)
         # No more than Bonferroni's correction of each recipe's own deviation.
-        assert limits[2] < stats.t.isf(0.05 / 5 / 2, seeds - 1)
+        assert limits[2] < scipy.stats.t.isf(0.05 / 5 / 2, seeds - 1)
 
 
 # Deviations of the recipes; the last ones scatter by nothing.
@@ -259,7 +259,7 @@ def test_chance_exceeds_it_as_often_as_the_level_says(seeds: int, seed: int) -> 
         width = np.array([*scatter, *(1e-9,) * (5 - len(scatter))])
         squares = width**2 * draws.chisquare(seeds - 1, (40_000, 5)) / (seeds - 1)
         deviation = np.sqrt(np.maximum(squares, squares.mean(1, keepdims=True)))
-        alarms = 1 - np.prod(1 - 2 * stats.norm.sf(limit * deviation / width), axis=1)
+        alarms = 1 - np.prod(1 - 2 * scipy.stats.norm.sf(limit * deviation / width), axis=1)
         found.append(alarms.mean())
     # The mean of 40,000 shares that differ by less than .15 strays by .004 once in a million times.
     assert max(found) < 0.054
