@@ -126,7 +126,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             if isinstance(group["weight_update"], WeightUpdate):
                 group["weight_update"] = group["weight_update"].to_dict()
             # NumPy's numbers, as schedules may write them, are none that weights_only loads.
-            group.update(tree_map_only(np.generic, np.generic.item, dict(group)))
+            kind: Any = np.generic  # an abstract class
+            group.update(tree_map_only(kind, lambda number: number.item(), dict(group)))
             # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
             for name in ("state_dtype", "param_dtype", "format"):
                 group[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
