@@ -257,7 +257,7 @@ class PointerTableLoop(VectorBuilder):
     # blocks ----------------------------------------------------------------------------------------------------
 
     def write_block_loop(self, begin, count, totals: list) -> None:
-        """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers.
+        """Write the loop over blocks: up to their largest words, then what needs those or a quotient, of kept values.
 
         Several small blocks take turns at each half, so that one need not wait for the other's result. Where blocks are
         no whole vectors, or the last one may be incomplete, each is computed in copies with zeros behind its elements.
