@@ -238,7 +238,7 @@ def test_writes_between_steps_are_movement_and_a_converted_model_is_taken(seed):
     x, y = data(seed)
     model = hu.convert(small(seed), "bf16-kahan")
     optimizer = hu.recipes.optimizer(model, "SGD", lr=1e-2)
-    warned = pytest.warns(RuntimeWarning, match="written between steps, each time")
+    warned = pytest.warns(RuntimeWarning, match="written between steps, again and again")
     with warned, hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as costs:
         for _ in range(3):
             with torch.no_grad():

@@ -186,7 +186,8 @@ def test_float32_weights_change_only_as_the_caller_says(seed, update, act):
     assert _equal(_weights(optimizer, model), expected)
 
 
-def test_writes_at_every_step_are_warned_of_and_one_write_is_not(seed, recwarn):
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_writes_again_and_again_are_warned_of_and_one_write_is_not(steps, seed, recwarn):
     """Each drops the low bits of the whole parameter, so that what is under half an ulp never arrives."""
     parameter = torch.nn.Parameter(torch.ones(SIZE).bfloat16())
     optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update="split")
@@ -194,8 +195,9 @@ def test_writes_at_every_step_are_warned_of_and_one_write_is_not(seed, recwarn):
     def write_and_step():
         with torch.no_grad():
             parameter.clamp_(-1.5, 1.5)
-        parameter.grad = torch.full((SIZE,), -(2.0**-9)).bfloat16()
-        optimizer.step()
+        for _ in range(steps):
+            parameter.grad = torch.full((SIZE,), -(2.0**-9) / steps).bfloat16()
+            optimizer.step()
 
     write_and_step()
     assert not recwarn.list
@@ -246,6 +248,7 @@ SCALED_WRITES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:parameters are written between steps")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("write", SCALED_WRITES)
 @pytest.mark.parametrize("update", [name for name, update in UPDATES.items() if update.scales and name != "exact"])

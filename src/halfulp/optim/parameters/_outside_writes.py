@@ -25,6 +25,8 @@ CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
 LEGACY_PAYLOAD_COPY_STEPS_KEY = "payload_copy_steps"
 PAYLOAD_IDENTITY_KEYS = (CHECKSUMS_KEY, LEGACY_PAYLOAD_COPY_STEPS_KEY)
+# From one write to the next where writes are a habit, as of a Lookahead, and not an event.
+_MOST_STEPS_BETWEEN_WRITES = 100
 
 
 def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
@@ -85,9 +87,9 @@ def reset_stale_auxiliary_tensors(plan: ParameterPlan) -> None:
     if is_payload_overwritten(plan):
         _set_neutral_values(plan, plan.auxiliary_tensors)
         step = plan.state["step"]
-        if held.reset_step == step - 1:
+        if held.reset_step >= 0 and step - held.reset_step <= _MOST_STEPS_BETWEEN_WRITES:
             warnings.warn(
-                "parameters are written between steps, each time: what their auxiliary tensors hold is dropped then, "
+                "parameters are written between steps, again and again: what auxiliary tensors hold is dropped then, "
                 "and with it updates under half a unit in the last place. Write float32 weights by "
                 "load_float32_state_dict, or train such parameters in float32 or with weight_update='stochastic'",
                 RuntimeWarning,
