@@ -46,6 +46,7 @@ def test_an_expanded_buffer_is_rounded():
         "float16": torch.tensor([0.3], dtype=torch.float16),
         "sparse": torch.tensor([0.3, 0.0]).to_sparse(),
         "lazy": nn.parameter.UninitializedParameter(),
+        "lazy buffer": nn.parameter.UninitializedBuffer(),
     }.items(),
 )
 def test_what_cannot_be_rounded_is_refused_before_anything_is(name, value):
@@ -56,6 +57,13 @@ def test_what_cannot_be_rounded_is_refused_before_anything_is(name, value):
         emulate(model, "e8m1")
     assert torch.equal(model[0].weight, before)
     assert "forward" not in vars(model)
+
+
+def test_parameters_without_a_shape_are_kept_if_so_asked():
+    model = nn.LazyLinear(3, bias=False)
+    emulate(model, "e8m1", parameters="keep")
+    assert holds(model(torch.full((2, 4), 1.3)), "e8m1")
+    assert not holds(model.weight, "e8m1")
 
 
 def test_parameters_that_leave_the_format_are_an_error(seed):

@@ -94,7 +94,7 @@ def test_children_of_a_process_that_compiles_compile_too(forked_python, cache):
                     if done.is_set(): return
         compiling = threading.Thread(target=compile_many)
         compiling.start()
-        begun.wait()
+        assert begun.wait(60)
         for k in (2, 3):
             child = os.fork()
             if child == 0:
@@ -240,3 +240,46 @@ def test_a_thread_that_cannot_start_ends_no_sooner_than_the_pieces_that_run(monk
     with pytest.raises(RuntimeError, match="can't start new thread"):
         run_three_pieces(kernel)
     assert ended == [2]
+
+
+def test_threads_of_torch_that_flush_change_no_bit(forked_python):
+    """They begin with the first large operator, as flushing as the thread that calls it."""
+    program = """
+        from halfulp.arithmetic import matmul, pointwise
+        small = torch.full((200_000,), 1e-40)
+        a, b = (torch.full(shape, value) for shape, value in (((200, 500), 1e-40), ((500, 200), 1.0)))
+        assert torch.set_flush_denormal(True)
+        assert torch.get_num_threads() == 2 and not (torch.rand(400_000) * 1e-40).any()
+        with halfulp.kernels.engine("reference"):
+            made = pointwise("add", (small,), (small,), components=1, dtype=torch.float32)
+        made += matmul((a,), (b,), 1, torch.float32)
+        zeros = [int((part.view(torch.int32) == 0).sum()) for part in made]
+        print(zeros, r.fit(small, "fp32").subnormal, torch.get_num_threads())
+        assert torch.tensor(2.0**-126) * 0.5 == 0
+    """
+    assert forked_python(PROGRAM.replace("import torch", "import torch, halfulp"), program) == "[0, 0] 1.0 2\n"
+
+
+def test_a_child_finds_no_lock_held(forked_python):
+    program = """
+        from halfulp.gradients.eager import _region
+        from halfulp.kernels.vector import _machine_function
+        from halfulp.mctensor import _before_autograd
+        locks = _region._active_region_count_lock, _machine_function._compile_lock, _before_autograd._mkldnn_lock
+        for lock in locks:
+            held = threading.Event()
+            def hold():
+                with lock:
+                    held.set()
+                    time.sleep(0.2)
+            holder = threading.Thread(target=hold)
+            holder.start()
+            assert held.wait(60)
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if lock.acquire(timeout=10) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            holder.join()
+        print("free")
+    """
+    assert forked_python(PROGRAM.replace("threading,", "threading, time,"), program) == "free\n"

@@ -154,8 +154,8 @@ def emulate(
 
     Raises:
         TypeError: If the model is neither a module nor callable, is a ScriptModule, or has parameters of 16 bits.
-        ValueError: If the model or a part is emulated already, a parameter has no shape yet, the format is a block
-            format or lacks zero or negative numbers, or `parameters` is neither word.
+        ValueError: If the model or a part is emulated already, a parameter or buffer to be rounded has no shape yet,
+            the format is a block format or lacks zero or negative numbers, or `parameters` is neither word.
         NotImplementedError: If a parameter or buffer is no dense plain tensor, or a buffer is of 16 bits. The model is
             as it was after any error.
 
@@ -214,8 +214,6 @@ def _check_model(model: nn.Module) -> None:
                 "by its remove() (the handle is the module's forward)"
             )
     for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run one batch through the model first")
         if parameter.is_floating_point() and parameter.dtype not in WIDE_DTYPES:
             raise TypeError(
                 f"emulate needs float32 or float64 parameters, because an operator on {parameter.dtype} has rounded "

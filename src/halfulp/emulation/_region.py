@@ -38,8 +38,9 @@ _RUNNING_STATISTICS_BY_OPERATOR = dict.fromkeys(
 )
 # Views although the schema does not say so, and memory without numbers.
 _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
-    ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "resize_", "resize_as_", "set_")
-) | {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+    {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "empty", "empty_like", "empty_strided"}
+    | {"empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize_as_", "set_"}
+)
 
 
 class OperatorResultKinds(NamedTuple):

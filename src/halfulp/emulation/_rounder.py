@@ -40,6 +40,8 @@ class Rounder:
 
     def check_tensor(self, x: Tensor, source: str) -> None:
         """Raise for a floating tensor that cannot be rounded."""
+        if torch.nn.parameter.is_lazy(x):
+            raise ValueError(f"{source} has no shape yet: run one batch through the model first")
         if (x.is_floating_point() or x.is_complex()) and not x.is_meta:
             self._find_rounding_target(self._view_as_real(x.detach(), source).dtype, source)
 

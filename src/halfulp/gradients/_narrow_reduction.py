@@ -133,9 +133,10 @@ class NarrowAllReduceState:
         return received.view(_SENT_DTYPE).view(self.size, -1)
 
     def _read_scaler_scale(self) -> float:
+        if self._scaler is None:
+            return 1.0
         # An AdaptiveGradScaler takes `get_scale` for a sign that gradients are set by hand.
-        read = getattr(self._scaler, "_compute_global_scale", getattr(self._scaler, "get_scale", lambda: 1.0))
-        return float(read())
+        return float(getattr(self._scaler, "_compute_global_scale", self._scaler.get_scale)())
 
 
 if dist.is_available():

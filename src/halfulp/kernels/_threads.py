@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -52,8 +53,20 @@ def flushes_subnormals() -> bool:
     return _LEAST_NORMAL_FLOAT64 * 0.5 == 0.0
 
 
+# Of a thread that keeps subnormal numbers meanwhile.
+_outer = threading.local()
+
+
+def count_threads() -> int:
+    """Return how many threads a kernel takes: as many as torch's operators, outside of `keeping_subnormals`."""
+    return getattr(_outer, "threads", None) or torch.get_num_threads()
+
+
 class keeping_subnormals:
-    """A context, or a decorator of a function, in which this thread's arithmetic keeps subnormal numbers."""
+    """A context, or a decorator of a function, in which arithmetic that this thread begins keeps subnormal numbers.
+
+    torch's operators take one thread then: its other threads flush if they began while this one flushed.
+    """
 
     def __init__(self) -> None:
         self._flushed = False
@@ -74,12 +87,16 @@ class keeping_subnormals:
         """Stop flushing."""
         self._flushed = flushes_subnormals()
         if self._flushed:
+            _outer.threads = torch.get_num_threads()
+            torch.set_num_threads(1)
             torch.set_flush_denormal(False)
 
     def __exit__(self, *error: object) -> None:
         """Restore flushing if the thread flushed before."""
         if self._flushed:
             torch.set_flush_denormal(True)
+            torch.set_num_threads(_outer.threads)
+            _outer.threads = None
 
 
 MOST_SERIAL_ELEMENTS = 65_536
@@ -90,12 +107,8 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
 
     `lengths`, an int64 array of shape (chunks,), are the elements of each chunk, by which threads get equal parts.
     """
-    if flushes_subnormals():
-        with keeping_subnormals():
-            run_chunks(kernel, lengths, *arguments)
-        return
     count = len(lengths)
-    threads = min(torch.get_num_threads(), count)
+    threads = min(count_threads(), count)
     if threads == 1 or int(lengths.sum()) < MOST_SERIAL_ELEMENTS:
         kernel(0, count, *arguments)
         return
@@ -103,7 +116,7 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads, side="left")
     edges = [0, *(int(c) for c in cuts), count]
     pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    pool = _make_thread_pool(torch.get_num_threads())
+    pool = _make_thread_pool(count_threads())
     futures: list[Future] = []
     try:
         for a, b in pieces[1:]:
@@ -134,6 +147,15 @@ def _wait_for_pieces(futures: list[Future]) -> None:
 def _make_thread_pool(threads: int) -> ThreadPoolExecutor:
     # A thread begins as the one that starts it, which may flush.
     return ThreadPoolExecutor(threads, "halfulp", initializer=lambda: torch.set_flush_denormal(False))
+
+
+def hold_while_forking(lock: Any) -> None:
+    """Let forks wait for a lock, so that no child begins with one that nobody there will release.
+
+    Of two that a thread holds together the outer one is to be given last, as forks take the last one first.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 if hasattr(os, "register_at_fork"):

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import hide_own_frames_from_compiler, list_present_operators
+from ..kernels._threads import hold_while_forking
 from ..subclass._derivation import aten, find_functional_form, parse_operators
 from ._derivation import make_unrounded_writing_rule, note_float64_fallback
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_DISPATCH_KEY_NAME, MCTensor, attach_autograd_history
@@ -132,6 +133,7 @@ _DISPATCH_KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH
 _aten_library = torch.library.Library("aten", "IMPL")
 # Held while mkldnn is off for the process: its LSTM reads memory as plain numbers.
 _mkldnn_lock = threading.RLock()
+hold_while_forking(_mkldnn_lock)
 
 
 def _make_entry_kernel(operator: OpOverload) -> Callable:

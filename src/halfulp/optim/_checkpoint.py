@@ -125,9 +125,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             group[VERSION_GROUP_KEY] = get_halfulp_version()
             if isinstance(group["weight_update"], WeightUpdate):
                 group["weight_update"] = group["weight_update"].to_dict()
-            # NumPy's numbers, as schedules may write them, are none that weights_only loads.
-            kind: Any = np.generic  # an abstract class
-            group.update(tree_map_only(kind, lambda number: number.item(), dict(group)))
+            convert_numpy_numbers(group)
             # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
             for name in ("state_dtype", "param_dtype", "format"):
                 group[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
@@ -422,6 +420,12 @@ class CheckpointMixin(torch.optim.Optimizer):
             refuse_other_random_stream_version(
                 f"the pickled param group {number}", "that group before it is pickled", group
             )
+
+
+def convert_numpy_numbers(group: dict[str, Any]) -> None:
+    """Make NumPy's numbers in a saved group, as schedules may write them, Python's, which weights_only loads."""
+    kind: Any = np.generic  # an abstract class
+    group.update(tree_map_only(kind, lambda number: number.item(), dict(group)))
 
 
 def copy_as_float32(name: str, value: Any) -> Any:

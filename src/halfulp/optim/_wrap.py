@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -110,9 +111,9 @@ def wrap(
 
     Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
     the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class;
-    4 bytes for each narrow element while the optimizer is made, which may read the weights. Its states are float32 and
-    stay; a file holds those of each parameter. Where hu.optim has the optimizer itself, that one is faster and keeps
-    narrow states. It cannot be copied or pickled; `state_dict` carries it over.
+    4 bytes for each element while the optimizer is made, which may read the weights, not write them. Its states are
+    float32 and stay; a file holds those of each parameter. Where hu.optim has the optimizer itself, that one is faster
+    and keeps narrow states. It cannot be copied or pickled; `state_dict` carries it over.
 
     Args:
         optimizer: a class, or a function that makes an instance.
@@ -185,8 +186,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 group["params"] = members = [members] if isinstance(members, torch.Tensor) else list(members)
             rest = {name: value for name, value in group.items() if name not in _UNSHARED_GROUP_KEYS}
             inner.append({**rest, "params": [self._find_shadow_parameter(member) for member in members]})
-        base = make(inner, **options)
-        self._empty_shadows(self._shadows)
+        with self._show_weights(self._shadows, {}):
+            base = make(inner, **options)
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
         _refuse_unsupported_step(base)
@@ -204,19 +205,34 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         if parameter not in self._shadows:
-            # With its numbers, which a class may read as it is made, and without its version counter.
-            part = get_local(parameter).data
-            if isinstance(part, (MCTensor, ScaledTensor)):
-                part = part.decode(torch.float32)
-            part = part.float() if part.is_floating_point() else _make_placeholder(parameter)
-            shadow = wrap_like_dtensor(part, parameter)
+            shadow = wrap_like_dtensor(_make_placeholder(parameter), parameter)
             self._shadows[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
         return self._shadows[parameter]
 
-    def _empty_shadows(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the memory away that shadows have beyond a step."""
-        for parameter in parameters:
-            _set_shadow_memory(self._shadows[parameter], _make_placeholder(parameter))
+    @contextmanager
+    def _show_weights(
+        self, parameters: Iterable[torch.Tensor], known: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Iterator[None]:
+        """Let the wrapped class read copies of the weights while it takes parameters, of some by what is `known`."""
+        shadows = {parameter: self._shadows[parameter] for parameter in parameters}
+        versions = [shadow._version for shadow in shadows.values()]
+        for parameter, shadow in shadows.items():
+            part = get_local(parameter).detach()
+            if parameter in known:
+                _set_shadow_memory(shadow, known[parameter])
+            elif isinstance(part, (MCTensor, ScaledTensor)):
+                _set_shadow_memory(shadow, part.decode(torch.float32))
+            elif part.is_floating_point():
+                _set_shadow_memory(shadow, part.to(torch.float32, copy=True))
+        try:
+            yield
+        finally:
+            for parameter, shadow in shadows.items():
+                _set_shadow_memory(shadow, _make_placeholder(parameter))
+        if versions != [shadow._version for shadow in shadows.values()]:
+            raise NotImplementedError(
+                "the optimizer writes the weights as it takes them, which wrap lets it read alone: write them before"
+            )
 
     def _update_base_groups(self) -> None:
         """Make the wrapped optimizer's groups those of this one, over shadows."""
@@ -228,10 +244,9 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             if k == len(groups):
                 known = [plan for one in own["params"] if (plan := self._plans.get(one))]
                 narrowed = [plan for plan in known if plan.spec.store is not F32]
-                for plan, value in zip(narrowed, read_float32_weights(narrowed)):
-                    _set_shadow_memory(self._shadows[plan.parameter], value)
-                self.base.add_param_group(shared)
-                self._empty_shadows(own["params"])
+                values = dict(zip((plan.parameter for plan in narrowed), read_float32_weights(narrowed)))
+                with self._show_weights(own["params"], values):
+                    self.base.add_param_group(shared)
             else:
                 groups[k].clear()
                 groups[k].update(shared)
@@ -283,8 +298,9 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._step_by_gradients({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
         finally:
             for plan in plans:
-                self._shadows[plan.parameter].grad = None
-            self._empty_shadows(plan.parameter for plan in plans)
+                shadow = self._shadows[plan.parameter]
+                shadow.grad = None
+                _set_shadow_memory(shadow, _make_placeholder(plan.parameter))
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
         """Add the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""

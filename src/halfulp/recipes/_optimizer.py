@@ -17,7 +17,7 @@ from .._names import describe_unknown_name, read_registered_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
 from ..optim._algorithms import MuonSelector
-from ..optim._checkpoint import copy_as_float32
+from ..optim._checkpoint import convert_numpy_numbers, copy_as_float32
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_payloads
 from ..optim.parameters._narrow_groups import walk_group_parameters
@@ -258,6 +258,13 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def eval(self) -> None:
         """Do nothing, as `train`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch.optim's state dict, which `torch.load` with weights_only takes from a file."""
+        saved: dict[str, Any] = super().state_dict()
+        for group in saved["param_groups"]:
+            convert_numpy_numbers(group)
+        return saved
 
     def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's state_dict with every sum of components, and every other floating tensor, as float32."""

@@ -32,7 +32,7 @@ from ..kernels._device_function import (
 )
 from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load16, load32, load64, shr, store16, store32, store64
-from ..kernels._threads import flushes_subnormals
+from ..kernels._threads import count_threads, flushes_subnormals
 from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, get_array_address
 from ..kernels.vector._table_loop import compile_row_kernel
@@ -353,7 +353,7 @@ def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: in
         kernel = prepare_rounding_plan(target, dtype, True).kernel
     number, lengths, table = _make_chunk_table(count)
     key -= key >> 63 << 64
-    if (count < MOST_SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
+    if (count < MOST_SERIAL_ELEMENTS or count_threads() == 1) and not flushes_subnormals():
         kernel.run(kernel.pack(0, number, table, words, 0, key, source, goal))
     else:
         run_chunks(kernel, lengths, table, words, 0, key, source, goal)

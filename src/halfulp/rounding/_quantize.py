@@ -52,7 +52,7 @@ def quantize(
     beyond the largest number become what the overflow policy says. float64 is rounded directly, not through float32.
     The result carries no gradient, as rounding is flat almost everywhere, and under a transform of torch.func its
     derivative is 0, as torch.round's; `straight_through` is the form for training, whose derivative counts as 1. Under
-    vmap `Stochastic()` follows its `randomness`, and a seeded one draws the same bits for each sample.
+    vmap over `x` `Stochastic()` follows its `randomness`, and a seeded one draws the same bits for each sample.
 
     Under a `BlockFormat` every block of elements along `dim` is divided by its scale, rounded and multiplied again;
     elements saturate. The last block of a row may be shorter. A block of zeros stays, and a block with a NaN or an

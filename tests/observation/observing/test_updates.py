@@ -315,4 +315,36 @@ def test_a_step_that_calls_its_base_class_is_one_step(seed, called):
         for _ in range(6):
             optimizer.step(compute if called else None)
     assert (len(seen), seen.record.sampled_steps) == (6, [0, 2, 4])
-    assert seen.record.parameters["weight"].update.seen == 3 * 4
+    weight = seen.record.parameters["weight"]
+    assert (weight.update.seen, weight.gradients) == (3 * 4, 3)
+
+
+class Moving(torch.optim.SGD):
+    """Moves the weights before its base class's step, whose updates are lost, or behind it."""
+
+    first = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.first:
+            super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(0.05 * parameter.grad.sign())
+        if self.first:
+            super().step(closure)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_what_a_subclass_moves_around_its_base_class_is_part_of_its_step(seed, first):
+    model = nn.Linear(32, 32).bfloat16()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Moving(model.parameters(), lr=1e-6)
+    optimizer.first = first
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 32).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+    weight = seen.record.parameters["weight"]
+    assert (weight.gradients, weight.update.cancelled) == (6, 0)

@@ -332,6 +332,21 @@ class _Anchored(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad + back, alpha=group["lr"])
 
 
+class _Doubling(torch.optim.SGD):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        with torch.no_grad():
+            torch._foreach_mul_(self.param_groups[-1]["params"], 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_class_that_writes_the_weights_as_it_takes_them_is_refused(dtype):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    with pytest.raises(NotImplementedError, match="writes the weights as it takes them"):
+        hu.optim.wrap(_Doubling, [weight], lr=0.1)
+    assert torch.equal(weight, torch.ones(3, dtype=dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("narrow", [{}, {"param_dtype": torch.bfloat16, "weight_update": "split"}], ids=["kept", "cut"])
 def test_a_class_may_read_the_weights_as_it_takes_their_group(dtype, narrow, seed):

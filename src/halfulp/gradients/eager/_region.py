@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ...kernels import hide_own_frames_from_compiler
+from ...kernels._threads import hold_while_forking
 from .._functions import (
     classify_function,
     get_function_name,
@@ -537,6 +538,7 @@ class Region(TorchFunctionMode):
 # Its ``apply`` is inherited from a class in C++.
 _AUTOGRAD_FUNCTION_BASE: Any = _SingleLevelFunction
 _active_region_count_lock = threading.Lock()
+hold_while_forking(_active_region_count_lock)
 _active_region_count = 0
 
 

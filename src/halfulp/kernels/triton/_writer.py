@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .._threads import cached_attribute
 from .._trace import Trace
 from . import _operations as operations
 
@@ -152,7 +153,7 @@ class TritonKernel:
 
     source: Any  # the text of the module, with the kernel's function `run`
 
-    @functools.cached_property
+    @cached_attribute
     def triton_function(self) -> Any:
         """The Triton function; NotImplementedError over an operation that has no form on Triton's blocks."""
         return load_triton_module(self.source)["run"]

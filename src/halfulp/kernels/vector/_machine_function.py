@@ -18,7 +18,7 @@ import numpy as np
 
 from ..._messages import ENV_HINT
 from .._engine import note_fallback, warn_once_of_fallback
-from .._threads import flushes_subnormals, keeping_subnormals
+from .._threads import flushes_subnormals, hold_while_forking, keeping_subnormals
 from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
@@ -27,19 +27,7 @@ _compile_lock = threading.RLock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _live_engines: list[Any] = []
 
-
-def _renew_compile_lock() -> None:
-    global _compile_lock
-    _compile_lock = threading.RLock()
-
-
-# A fork waits until no thread compiles: llvmlite has a lock too, for which a child would wait for ever.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _compile_lock.acquire(),
-        after_in_parent=lambda: _compile_lock.release(),
-        after_in_child=_renew_compile_lock,
-    )
+hold_while_forking(_compile_lock)  # llvmlite has a lock too, which a child would find held
 
 
 def compile_machine_function(

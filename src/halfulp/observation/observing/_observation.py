@@ -46,7 +46,13 @@ from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
 from ._recorder import Recorder, RowWriter, make_safe_hook_method, run_safely
 from ._sampler import make_sampling_key, read_numbers, take_sample
-from ._updates import UpdateWatcher, WeightAverageWatcher, run_before_update, set_optimizer_of_record
+from ._updates import (
+    UpdateWatcher,
+    WeightAverageWatcher,
+    is_in_step_of_subclass,
+    run_before_update,
+    set_optimizer_of_record,
+)
 
 
 def observe(
@@ -220,8 +226,6 @@ class Observation:
         self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
         self._sinks = RowWriter(self.recorder, sinks)
         self._handles: list[RemovableHandle] = []
-        # Optimizers whose step has begun, by id.
-        self._stepping: set[int] = set()
         self._logged: float | None = None
         self._losses: deque[float] = deque(maxlen=MOST_COMPARED_LOSSES)
         self._began: float | None = None
@@ -341,7 +345,8 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Sample before an optimizer's update; with a closure, behind its first call, which computes the gradients."""
-        self._stepping.add(id(optimizer))
+        if is_in_step_of_subclass(optimizer):
+            return None
         if (ended := self._steps.end_run_step_if_stepped_again(optimizer)) is not None:
             self._end_run_step(ended)
         if self._scales.searches_left:
@@ -358,9 +363,8 @@ class Observation:
 
     def _handle_step_end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what an optimizer's step did with what was wanted."""
-        if id(optimizer) not in self._stepping:  # torch calls hooks in a subclass's step and in its base's
+        if is_in_step_of_subclass(optimizer):
             return
-        self._stepping.remove(id(optimizer))
         if self.recorder.sampling:
             run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
         if self._steps.note_step_end(optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,18 @@ def set_optimizer_of_record(record: ParameterRecord, optimizer: torch.optim.Opti
     record.is_wrappable = wrappable
     if isinstance(optimizer, Optimizer):
         record.weight_update = "none"
+
+
+_HOOKED_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def is_in_step_of_subclass(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a base class's step, within that of its subclass, calls a hook: torch calls hooks in both."""
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        steps += frame.f_code is _HOOKED_STEP_CODE and frame.f_locals["args"][0] is optimizer
+    return steps > 1
 
 
 def run_before_update(

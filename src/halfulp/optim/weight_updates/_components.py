@@ -32,7 +32,7 @@ RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
 
 def zero_oversized_finite_residual(p, c):
     """Device function: a residual, or 0 if it is infinite or larger than its weight update leaves beside p."""
-    # The bound lies between two numbers of bfloat16; an infinite p, whose bound is infinite, keeps no residual anyway.
+    # The bound lies between two numbers of bfloat16, but of an infinite p, beside which nothing is to be kept.
     return select(abs(c) < real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE, c, ZERO)
 
 

@@ -228,15 +228,13 @@ def check_parameter_holders(named: NameTensorPairs, what: str, *, replaced: bool
                     f"parameter {names[id(parameter)]!r} is held by {kind}, which cannot be told that it changes: "
                     f"call {what} before wrapping the model"
                 )
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    for optimizer in list_live_instances(zero.ZeroRedundancyOptimizer) if zero else ():
-        for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if id(parameter) in names:
-                raise ValueError(
-                    f"parameter {names[id(parameter)]!r} is held by ZeroRedundancyOptimizer, under which each rank "
-                    "would change its own share alone: convert the model before, by hu.convert or model.bfloat16(), "
-                    f"and leave out {what}"
-                )
+    may_share = "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules
+    for name, kind in list_parameters_held_by_optimizers(unique) if may_share else ():
+        if kind == "ZeroRedundancyOptimizer":
+            raise ValueError(
+                f"parameter {name!r} is held by ZeroRedundancyOptimizer, under which each rank would change its own "
+                f"share alone: convert the model before, by hu.convert or model.bfloat16(), and leave out {what}"
+            )
     refuse_overlapping_memory(unique, what)
     return _find_sharded_modules(unique, what)
 

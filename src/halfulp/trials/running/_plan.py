@@ -14,6 +14,8 @@ from .. import tasks as registry
 from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from ..tasks import Task
 
+_JUDGED_BY = ("train_loss", "validation_loss")
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -104,9 +106,6 @@ def plan_trials(
     if len({trial.key for trial in trials}) < len(trials):
         raise ValueError("two trials have one name, as names of tasks and recipes hold dots: write them without")
     return trials
-
-
-_JUDGED_BY = ("train_loss", "validation_loss")
 
 
 def _refuse_other_recipes_under_control_names(recipes: Sequence[Recipe]) -> None:
