@@ -17,7 +17,7 @@ def test_fresh_written_and_views():
     assert read_operator_result_kinds(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
     assert read_operator_result_kinds(aten.add.out)[1:3] == ((), ((3, "out"),))
     assert read_operator_result_kinds(aten.split.Tensor).new_result_positions == ()
-    assert read_operator_result_kinds(aten.unsafe_split.Tensor).new_result_positions == (0,)
+    assert read_operator_result_kinds(aten.unsafe_split.Tensor).new_result_positions == ()  # which its schema says not
     assert read_operator_result_kinds(aten.max_pool2d_with_indices.default).new_result_positions == (0, 1)
     assert read_operator_result_kinds(aten._foreach_add_.Scalar).written_arguments == ((0, "self"),)
     assert read_operator_result_kinds(aten._local_scalar_dense.default).new_result_positions == ()

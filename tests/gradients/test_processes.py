@@ -202,6 +202,8 @@ model = Parallel(copy.deepcopy(start))
 scaler, optimizer = hu.AdaptiveGradScaler(model), torch.optim.SGD(model.parameters(), lr=0.05)
 for step in range(3):
     optimizer.zero_grad()
+    if step == 2 and rank == 1 and what == "is early":
+        scaler.load_state_dict(early)  # of another iteration
     scaler.scale(model(inputs[step, rank]).square().mean()).backward()
     if step == 2 and rank == 1:
         if what == "dies":
@@ -210,7 +212,6 @@ for step in range(3):
             time.sleep(0.1)
             if os.path.exists(path + "-told"):
                 os._exit(0)
-        scaler.load_state_dict(early)  # of another iteration
     if step == 2 and what == "stays away":  # all that this one still waits for never comes
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
     try:

@@ -37,7 +37,7 @@ class PointerTableFunction:
     # Whether what is stored goes past the caches, which then need not read its old contents first. Arrays begin at
     # multiples of `STREAMING_STORE_ALIGNMENT` bytes, and none is read and stored.
     is_streaming: bool = False
-    # Whether the kernel is so long, and runs so rarely, that the compiler's time counts more than the kernel's.
+    # Whether the kernel is so long that the compiler's time counts more than the kernel's.
     is_compiled_quickly: bool = False
 
     @property

@@ -246,6 +246,7 @@ def test_a_gradient_of_another_shape_is_refused_whatever_stood():
     assert same_bits(parameter.detach(), before)
 
 
+@pytest.mark.filterwarnings("ignore:parameters are written between steps")
 def test_a_write_to_what_shares_a_counter_is_no_write(seed):
     """Of two parts of one tensor each step moves the other's counter; a clamp of one resets that one alone."""
     kept, anew = Run(), Run()
@@ -322,6 +323,7 @@ def test_parameters_of_other_ages_are_metered_by_their_own_steps():
     assert all(map(same_bits, kept.numbers(), anew.numbers()))
 
 
+@pytest.mark.filterwarnings("ignore:parameters are written between steps")
 @pytest.mark.parametrize("update", ["split8", "kahan", "split"])
 def test_writes_some_steps_apart_are_followed(update):
     kept, anew = (Run(weight_update=update, lr=1e-3) for _ in range(2))
@@ -334,6 +336,7 @@ def test_writes_some_steps_apart_are_followed(update):
         assert all(map(same_bits, kept.numbers(), anew.numbers())), number
 
 
+@pytest.mark.filterwarnings("ignore:parameters are written between steps")
 def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
     def training():
         torch.manual_seed(0)
