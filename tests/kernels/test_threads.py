@@ -283,3 +283,16 @@ def test_a_child_finds_no_lock_held(forked_python):
         print("free")
     """
     assert forked_python(PROGRAM.replace("threading,", "threading, time,"), program) == "free\n"
+
+
+def test_nested_contexts_that_keep_subnormals_restore_the_threads(forked_python):
+    program = """
+        from halfulp.kernels import keeping_subnormals
+        assert torch.set_flush_denormal(True)
+        with keeping_subnormals():
+            torch.set_flush_denormal(True)  # as a module may that is imported meanwhile
+            with keeping_subnormals():
+                pass
+        print(torch.get_num_threads(), (torch.tensor(2.0**-126) * 0.5).item())
+    """
+    assert forked_python(PROGRAM, program) == "2 0.0\n"

@@ -299,3 +299,20 @@ def test_what_cannot_be_allocated_is_refused():
         allocate(model, optimizer, loss_on(x, y))
     with pytest.raises(TypeError, match="plain parameters"):
         allocate(hu.scalify(small(0)), optimizer, loss_on(x, y))
+
+
+def test_a_step_that_calls_its_base_class_is_one_step(seed):
+    class Clipped(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    x, y = data(seed)
+    model = small(seed)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch runs the hooks in its step, too
+    optimizer = Clipped(model.parameters(), lr=1e-2)
+    with hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as costs:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    assert costs.steps == 3

@@ -65,7 +65,8 @@ def count_threads() -> int:
 class keeping_subnormals:
     """A context, or a decorator of a function, in which arithmetic that this thread begins keeps subnormal numbers.
 
-    torch's operators take one thread then: its other threads flush if they began while this one flushed.
+    torch's operators take one thread then: its other threads flush if they began while this one flushed. A thread of
+    Python that first calls torch meanwhile begins with one, too, and keeps it.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,8 @@ class keeping_subnormals:
         """Stop flushing."""
         self._flushed = flushes_subnormals()
         if self._flushed:
-            _outer.threads = torch.get_num_threads()
+            self._threads = getattr(_outer, "threads", None), torch.get_num_threads()
+            _outer.threads = count_threads()
             torch.set_num_threads(1)
             torch.set_flush_denormal(False)
 
@@ -95,8 +97,8 @@ class keeping_subnormals:
         """Restore flushing if the thread flushed before."""
         if self._flushed:
             torch.set_flush_denormal(True)
-            torch.set_num_threads(_outer.threads)
-            _outer.threads = None
+            _outer.threads, threads = self._threads
+            torch.set_num_threads(threads)
 
 
 MOST_SERIAL_ELEMENTS = 65_536

@@ -25,6 +25,7 @@ from .observing._updates import (
     ShadowOptimizer,
     has_elementwise_rule,
     has_float32_weight,
+    is_in_step_of_subclass,
     read_scaler_attributes,
     run_before_update,
 )
@@ -102,7 +103,11 @@ class LossAllocation:
         """The distance of `allocated` from `change`, as a share of `change`."""
         return abs(self.allocated - self.change) / abs(self.change) if self.change else abs(self.allocated)
 
-    def _handle_step_begin(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _handle_step_begin(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if is_in_step_of_subclass(optimizer):
+            return None
         self._wanted = None
         return run_before_update(self._record_unrounded_changes, args, kwargs)
 
@@ -123,8 +128,10 @@ class LossAllocation:
                 wanted[name] = change.to("cpu", torch.float64).view(parameter.shape)
         self._wanted = wanted
 
-    def _allocate_step(self, *_: Any) -> None:
+    def _allocate_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Allocate the change of the loss from the last point to the present weights."""
+        if is_in_step_of_subclass(optimizer):
+            return
         self.steps += 1
         self.unsplit += self._wanted is None
         end = self._copy_weights()

@@ -205,34 +205,32 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         if parameter not in self._shadows:
-            shadow = wrap_like_dtensor(_make_placeholder(parameter), parameter)
-            self._shadows[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
+            with torch.inference_mode(False):  # steps write it
+                shadow = wrap_like_dtensor(_make_placeholder(parameter), parameter)
+                self._shadows[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
         return self._shadows[parameter]
 
     @contextmanager
     def _show_weights(
-        self, parameters: Iterable[torch.Tensor], known: Mapping[torch.Tensor, torch.Tensor]
+        self, parameters: Iterable[torch.Tensor], plans: Mapping[torch.Tensor, ParameterPlan]
     ) -> Iterator[None]:
-        """Let the wrapped class read copies of the weights while it takes parameters, of some by what is `known`."""
+        """Let the wrapped class read copies of the weights while it takes parameters, narrowed ones by their plans."""
         shadows = {parameter: self._shadows[parameter] for parameter in parameters}
-        versions = [shadow._version for shadow in shadows.values()]
-        for parameter, shadow in shadows.items():
-            part = get_local(parameter).detach()
-            if parameter in known:
-                _set_shadow_memory(shadow, known[parameter])
-            elif isinstance(part, (MCTensor, ScaledTensor)):
-                _set_shadow_memory(shadow, part.decode(torch.float32))
-            elif part.is_floating_point():
-                _set_shadow_memory(shadow, part.to(torch.float32, copy=True))
         try:
+            for parameter, shadow in shadows.items():
+                _set_shadow_memory(shadow, _copy_weight(parameter, plans.get(parameter)))
             yield
+            # Writes by `data`, or to a DTensor's shard, move no version counter.
+            for parameter, shadow in shadows.items():
+                held, given = get_local(shadow).detach(), _copy_weight(parameter, plans.get(parameter))
+                if not held.is_meta and not torch.equal(held.view(torch.int32), given.view(torch.int32)):
+                    raise NotImplementedError(
+                        "the optimizer writes the weights as it takes them, which wrap lets it read alone: write them "
+                        "before"
+                    )
         finally:
             for parameter, shadow in shadows.items():
                 _set_shadow_memory(shadow, _make_placeholder(parameter))
-        if versions != [shadow._version for shadow in shadows.values()]:
-            raise NotImplementedError(
-                "the optimizer writes the weights as it takes them, which wrap lets it read alone: write them before"
-            )
 
     def _update_base_groups(self) -> None:
         """Make the wrapped optimizer's groups those of this one, over shadows."""
@@ -244,9 +242,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             if k == len(groups):
                 known = [plan for one in own["params"] if (plan := self._plans.get(one))]
                 narrowed = [plan for plan in known if plan.spec.store is not F32]
-                values = dict(zip((plan.parameter for plan in narrowed), read_float32_weights(narrowed)))
-                with self._show_weights(own["params"], values):
-                    self.base.add_param_group(shared)
+                try:
+                    with self._show_weights(own["params"], {plan.parameter: plan for plan in narrowed}):
+                        self.base.add_param_group(shared)
+                except BaseException:
+                    del groups[k:]  # the next step is refused too
+                    raise
             else:
                 groups[k].clear()
                 groups[k].update(shared)
@@ -372,6 +373,16 @@ def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = get_local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
+
+
+def _copy_weight(parameter: torch.Tensor, plan: ParameterPlan | None) -> torch.Tensor:
+    """Return a float32 copy of a parameter's local weight, by its plan if it has one; zeros of no floating numbers."""
+    part = get_local(parameter).detach()
+    if plan is not None:
+        return read_float32_weights([plan])[0]
+    if isinstance(part, (MCTensor, ScaledTensor)):
+        return part.decode(torch.float32)
+    return part.to(torch.float32, copy=True) if part.is_floating_point() else _make_placeholder(parameter)
 
 
 def _set_shadow_memory(shadow: torch.Tensor, values: torch.Tensor) -> None:

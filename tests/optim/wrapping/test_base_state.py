@@ -332,19 +332,45 @@ class _Anchored(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad + back, alpha=group["lr"])
 
 
-class _Doubling(torch.optim.SGD):
-    def add_param_group(self, param_group):
-        super().add_param_group(param_group)
-        with torch.no_grad():
-            torch._foreach_mul_(self.param_groups[-1]["params"], 2.0)
+WRITES = {"in place": lambda x: x.mul_(2.0), "foreach": lambda x: torch._foreach_mul_([x], 2.0)}
+WRITES |= {"data": lambda x: x.data.mul_(2.0)}
 
 
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_class_that_writes_the_weights_as_it_takes_them_is_refused(dtype):
-    weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
-    with pytest.raises(NotImplementedError, match="writes the weights as it takes them"):
-        hu.optim.wrap(_Doubling, [weight], lr=0.1)
-    assert torch.equal(weight, torch.ones(3, dtype=dtype))
+def test_a_class_that_writes_the_weights_as_it_takes_them_is_refused(dtype, write):
+    class Writing(torch.optim.SGD):
+        writes = True
+
+        @torch.no_grad()
+        def add_param_group(self, param_group):
+            super().add_param_group(param_group)
+            for parameter in param_group["params"] if self.writes else ():
+                WRITES[write](parameter)
+
+    first, second = (torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    refused = pytest.raises(NotImplementedError, match="writes the weights as it takes them")
+    with refused:
+        hu.optim.wrap(Writing, [first], lr=0.1)
+    Writing.writes = False
+    optimizer = hu.optim.wrap(Writing, [first], lr=0.1)
+    Writing.writes = True
+    optimizer.add_param_group({"params": [second]})
+    first.grad = torch.ones(3, dtype=dtype)
+    for _ in range(2):
+        with refused:
+            optimizer.step()
+    for weight in (first, second):
+        assert torch.equal(weight, torch.ones(3, dtype=dtype))
+
+
+def test_float32_parameters_are_wrapped_in_inference_mode():
+    weight = torch.nn.Parameter(torch.ones(3))
+    with torch.inference_mode():
+        optimizer = hu.optim.wrap(torch.optim.SGD, [weight], lr=0.5)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(weight, torch.full((3,), 0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

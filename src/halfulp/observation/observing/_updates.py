@@ -124,6 +124,8 @@ _HOOKED_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda optimizer: No
 
 def is_in_step_of_subclass(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a base class's step, within that of its subclass, calls a hook: torch calls hooks in both."""
+    if sum(hasattr(vars(kind).get("step"), "hooked") for kind in type(optimizer).__mro__) < 2:
+        return False
     frame, steps = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
