@@ -31,9 +31,11 @@ class NarrowAllReduceState:
     """
 
     def __init__(self, scaler: Any, group: Any, names: dict[Any, str]) -> None:
-        self.bytes_sent, self.names = 0, names
-        self._scaler, self.group = scaler, group
-        self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.bytes_sent: int = 0
+        self.names: dict[Any, str] = names
+        self.group: Any = group
+        self.size: int = dist.get_world_size(group)
+        self._scaler, self._rank = scaler, dist.get_rank(group)
         # What rounding has kept back, by parameter: of what this rank sent, and of the sums that it computed for all.
         self._remainders: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         self._scale = self._read_scaler_scale()

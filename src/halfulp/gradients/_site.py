@@ -93,7 +93,7 @@ class Site:
         self.format: Format | None = None
         self.measured: bool = False
         self.overflows: int = 0
-        self.memory = OverflowMemory()
+        self.memory: OverflowMemory = OverflowMemory()
         # The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         self.stored: Format | None = None
         # Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'

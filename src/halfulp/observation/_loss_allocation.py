@@ -65,9 +65,13 @@ class LossAllocation:
         self._names = {id(p): name for name, p in self._trained.items()}
         self._copy = _make_float64_copy(model)
         self._wide = dict(self._copy.named_parameters())
-        self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
-        self.first = self.last = math.nan
-        self.steps = self.unsplit = 0
+        self.shares: dict[str, ParameterShare] = {
+            name: ParameterShare(name, p.numel()) for name, p in self._trained.items()
+        }
+        self.first: float = math.nan
+        self.last: float = math.nan
+        self.steps: int = 0
+        self.unsplit: int = 0
         self._wanted: NameTensorPairs | None = None
         self._handles: list[Any] = []
 

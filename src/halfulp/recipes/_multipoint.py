@@ -74,7 +74,8 @@ class MultipointLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, bits: int, codes: Tensor, scales: Tensor, channels: Tensor) -> None:
         super().__init__()
-        self.bits, self.shape = bits, tuple(cast(Tensor, layer.weight).shape)
+        self.bits: int = bits
+        self.shape: tuple[int, ...] = tuple(cast(Tensor, layer.weight).shape)
         self._convolves = isinstance(layer, _CONVOLUTION_CLASSES)
         # Of the dtype of the weight, which it follows when the model is converted.
         self.register_buffer("like", cast(Tensor, layer.weight).detach().new_empty(0), persistent=False)

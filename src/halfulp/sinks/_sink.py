@@ -37,7 +37,8 @@ class GuardedSink:
     """
 
     def __init__(self, name: str, write: Callable[[Row], object]) -> None:
-        self.name, self._write = name, write
+        self.name: str = name
+        self._write = write
         self.said: str | None = None
 
     def put(self, row: Row) -> None:

@@ -38,7 +38,9 @@ class CompositeTensor(torch.Tensor):
         def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
 
     # fully_shard asks for the first of these before it changes a parameter, and older versions for the others.
-    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(_refuse_fully_shard)
+    fsdp_pre_all_gather: property = property(_refuse_fully_shard)
+    _fsdp_orig_uid: property = fsdp_pre_all_gather
+    fsdp_post_all_gather: property = fsdp_pre_all_gather
 
     def __init_subclass__(cls) -> None:
         # torch's own makes plain memory in a worker, which would hold one component, or values without their scale.
