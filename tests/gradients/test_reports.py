@@ -21,7 +21,7 @@ def trained(scaler, model, steps, overflows=()):
         scaler.scale(mean_square(model(x))).backward()
         if step in overflows:
             model[2].weight.grad[0, 0] = math.inf
-        measured = scaler._controller.backward.measuring
+        measured = scaler._controller.backward.is_measuring
         scaler.step(opt)
         scaler.update()
         told.append((measured, scaler.last_step, scaler.sites().to_dict()["sites"]))

@@ -251,10 +251,10 @@ class VerificationRuns:
             drawn[GLOBAL_SITE_KEY] = MAX_EXPONENT if step % 2 else MIN_EXPONENT
             scaler.set_exponents(drawn)
             # What is measured is watched.
-            scaler._controller.backward.measuring = False
+            scaler._controller.backward.is_measuring = False
             # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
             # there is: of two steps one at least then has exponents that are not what they are meant for.
-            scaler._controller.sites.global_site.loss_binade = binade + step
+            scaler._controller.sites.global_site.reference_binade = binade + step
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)

@@ -231,7 +231,7 @@ def test_the_upper_bound_keeps_every_sum_finite(seed):
         element_wise(g, w, 64, **U),
     ):
         assert found.log2_alpha < 0
-        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_rounded_log2(found.log2_alpha)
+        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_log2_with_tolerance(found.log2_alpha)
         assert worst <= fp16.max
 
 
@@ -285,7 +285,7 @@ def test_power_of_two_is_the_exact_floor(seed):
         if power % 2:  # here alpha is a power of two, and the logarithms are not exact
             g, w = mantissa * 2.0 ** (power % 30 - 50), 1.0
         tensors = (torch.tensor(number, dtype=torch.float64) for number in (g, w))
-        found = rules.floor_rounded_log2(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
+        found = rules.floor_log2_with_tolerance(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
         product = abs(Fraction(g) * Fraction(w))
         lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_LEAST_PRODUCT_OF_MINIMA))
         alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)

@@ -682,7 +682,7 @@ class ScalerAndSchedulerTracker:
             {
                 "site": site.key,
                 "exponent": site.exponent,
-                "overflows": site.overflows,
+                "overflows": site.overflow_count,
                 "format": None if site.format is None else site.format.name,
             }
             for site in self.scaler._controller.sites.values()
