@@ -316,7 +316,7 @@ def test_readings_are_those_of_the_eager_front_end(seed):
         backward.measurements.read_flags_and_measurements([])
         _backpropagate(run(x).square().sum(), model, backward)
         rows = backward.measurements.read_flags_and_measurements([])[1]
-        read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.elements > 16})
+        read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.element_count > 16})
         del model.forward
     kinds = {(key, kind) for key in ("0", "2", "4") for kind in ("passed", "weight")} - {("0", "passed")}
     assert kinds <= read[1].keys()

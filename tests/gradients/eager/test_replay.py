@@ -274,7 +274,7 @@ def assert_rounds_as_a_region(scaler, run, model):
     assert _replay.count_replays(scaler) > before
     assert not scaler._controller.backward.uses_one_scale
     for forward in scaler_forwards(model):
-        forward._replay._known_in_row = 0
+        forward._replay._known_graphs_in_row = 0
     unmeasured(scaler, run, model)
     assert_same(found, gradients(model))
 
@@ -304,7 +304,7 @@ def test_parts_that_change_places_keep_their_sites(seed):
     for first in (0, 1, 0):
         model.first = first
         for forward in scaler_forwards(model):
-            forward._replay._known_in_row = 4
+            forward._replay._known_graphs_in_row = 4
         assert_rounds_as_a_region(scaler, run, model)
 
 

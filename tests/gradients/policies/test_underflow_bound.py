@@ -90,12 +90,12 @@ def test_moments_of_any_size(dtype, power, seed):
     variance = sum((number - mean) ** 2 for number in exact) / len(exact)
     found, amax = rules.OperandStats.measure(x), max(map(abs, numbers))
     rounding = 1e-13 if dtype == torch.float64 else 1e-5
-    assert found.finite
+    assert found.is_finite
     assert abs(found.mean - mean) <= rounding * amax
     root = float(mpmath.sqrt(mpmath.mpf(variance.numerator) / variance.denominator))
     assert found.std == pytest.approx(root, rel=rounding, abs=0)
     assert found.amax == amax
-    assert found.smallest == min((abs(number) for number in numbers if number), default=0)
+    assert found.smallest_nonzero == min((abs(number) for number in numbers if number), default=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
