@@ -82,7 +82,7 @@ def test_moments_of_any_size(dtype, power, seed):
     x = x.to(dtype)
     wide = x.double()
     if not wide.isfinite().all():
-        assert not rules.OperandStats.measure(x).finite
+        assert not rules.OperandStats.measure(x).is_finite
         return
     numbers = wide.flatten().tolist()
     exact = [Fraction(number) for number in numbers]
@@ -111,7 +111,7 @@ def test_moments_at_the_edges(dtype):
     assert rules.OperandStats.measure(tenth).mean == pytest.approx(tenth[0].item(), rel=1e-6)
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.tensor([1.0, bad, 0.0], dtype=dtype)
-        assert not rules.OperandStats.measure(x).finite
+        assert not rules.OperandStats.measure(x).is_finite
 
 
 def test_equal_numbers_have_no_std_where_a_mean_is_a_sum_times_the_inverse_count(monkeypatch):
