@@ -32,27 +32,27 @@ class GuardedSink:
     >>> outlet = GuardedSink("the file", full)
     >>> with warnings.catch_warnings(record=True):
     ...     outlet.put({"step": 3})
-    >>> outlet.said
+    >>> outlet.failure
     'the file gets no more rows: it raised OSError (No space left on device) at step 3'
     """
 
     def __init__(self, name: str, write: Callable[[Row], object]) -> None:
         self.name, self._write = name, write
-        self.said: str | None = None
+        self.failure: str | None = None
 
     def put(self, row: Row) -> None:
         """Write a row to the sink, unless closed; an error of the sink becomes a warning."""
-        if self.said is not None:
+        if self.failure is not None:
             return
         try:
             self._write(row)
         except Exception as error:
             reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
             at = f" at step {row['step']}" if "step" in row else ""
-            self.said = f"{self.name} gets no more rows: it raised {type(error).__name__}{reason}{at}"
+            self.failure = f"{self.name} gets no more rows: it raised {type(error).__name__}{reason}{at}"
             more = "" if reason or not str(error) else f": {error}"
             with contextlib.suppress(Warning):  # where warnings are errors the training goes on too
-                warnings.warn(f"halfulp: {self.said}{more}; the training goes on", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"halfulp: {self.failure}{more}; the training goes on", RuntimeWarning, stacklevel=2)
 
 
 class JsonLinesFile:

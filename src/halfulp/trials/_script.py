@@ -196,7 +196,7 @@ def run_worker() -> None:
             substitute_optimizers(recipes.get(recipe)) as done,
             listen_to_backward_losses(lambda loss: losses.append(float(loss))),
         ):
-            ending = run_script(script, arguments, passing=RecipeRefusal)
+            ending = run_script(script, arguments, reraised=RecipeRefusal)
     except RecipeRefusal as refusal:
         run = ScriptRun(failure=f"could not be used: {refusal}")
     else:

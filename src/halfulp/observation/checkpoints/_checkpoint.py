@@ -49,7 +49,7 @@ class Checkpoint:
 
     path: str
     tensors: dict[str, Tensor]
-    ordered: bool = True  # whether the tensors' order is that of the model, and not an alphabet's
+    is_ordered: bool = True  # whether the tensors' order is that of the model, and not an alphabet's
     optimizers: list[OptimizerStates] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)  # sentences that say what could not be read, and why
     config: Path | None = None  # the model's config of transformers beside it
@@ -166,7 +166,7 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
         and (tensor.is_floating_point() or tensor.is_complex())
     }
     order = None if checkpoint.config is None else list_parameter_names_from_config(checkpoint.config, candidates)
-    order = list(candidates) if checkpoint.ordered else order
+    order = list(candidates) if checkpoint.is_ordered else order
     if order is None or not len(order) == len(candidates) == count:
         return None
     candidates = {name: candidates[name] for name in order}
@@ -185,12 +185,12 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
 
 
 def _assign_parameter_names(
-    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
+    tensors_in_order: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
     waiting = optimizer.keys_by_group
     found = {}
-    for name, stored in ordered.items():
+    for name, stored in tensors_in_order.items():
         fitting = []
         for number, keys in enumerate(waiting):
             state = optimizer.state.get(keys[0]) if keys else None
@@ -481,7 +481,7 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     for path in paths:
         tensors |= read_safetensors(path)
     named = dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True))
-    return Checkpoint(str(paths[0]), named, ordered=False)
+    return Checkpoint(str(paths[0]), named, is_ordered=False)
 
 
 _GLOBAL_REFUSED_BY_TORCH_PATTERN = re.compile(r"GLOBAL ([\w.]+)")

@@ -186,7 +186,7 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     leaps = int(max(1, min(leaps, _ELEMENT_LEAPS_BUDGET / (sample * count))))
     layers = tuple(
         forecast_parameter_updates(
-            trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position
+            trained, inputs, rates[trained.group], start=start, sample=sample, max_leaps=leaps, seed=position
         )
         for position, trained in enumerate(inputs.parameters)
     )
