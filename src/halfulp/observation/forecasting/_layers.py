@@ -70,7 +70,7 @@ def _model_adam_updates(
     second = _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq")
     eps = convert_option_to_float(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
-    step = int(convert_option_to_float(trained.state.get("step", inputs.start))) if first is not None else 0
+    step = int(convert_option_to_float(trained.state.get("step", inputs.steps_done))) if first is not None else 0
     own = trained.dtype if second is None else second.dtype
     dtype = torch.float32 if inputs.is_halfulp or own.itemsize == 1 else own
     noise = simulate_adam_rms(beta1, beta2, dtype, step + steps)

@@ -316,10 +316,10 @@ class GradientHooks:
         self._addends.pop(name, None)
         held = None if parameter.grad is None else read_numbers(parameter.grad)
         incoming = None if held is None else read_numbers(gradient)
-        if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
+        if held is None or incoming is None or held.values.numel() != incoming.values.numel():
             return
         key = self.recorder.get_sampling_key(name)
-        self._addends[name] = take_sample(held.flat, key), take_sample(incoming.flat, key)
+        self._addends[name] = take_sample(held.values, key), take_sample(incoming.values, key)
         if name not in self._hooked_names:
             self._hooked_names.add(name)
             hook = functools.partial(self._compare_accumulated_gradient, name)
@@ -338,7 +338,7 @@ class GradientHooks:
         if found is None or addends is None or not addends[0].any():
             return
         held, incoming = addends
-        now = take_sample(found.flat, self.recorder.get_sampling_key(name))
+        now = take_sample(found.values, self.recorder.get_sampling_key(name))
         record = self.recorder.record.parameters[name]
         record.accumulation = record.accumulation or RealisedChanges()
         record_realised_changes(record.accumulation, held, now, incoming)
@@ -353,7 +353,7 @@ def sample_output(recorder: Recorder, name: str, output: torch.Tensor) -> Output
     found = read_numbers(output)
     if found is None:
         return None
-    return found.dtype, take_sample(found.flat, recorder.get_sampling_key(name)).mul_(found.scale)
+    return found.dtype, take_sample(found.values, recorder.get_sampling_key(name)).mul_(found.scale)
 
 
 def measure_output_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:

@@ -601,7 +601,7 @@ class ObservedParameters:
         for name, parameter in self.parameter_by_name.items():
             numbers = read_numbers(parameter)
             if numbers is not None:
-                samples[name] = take_sample(numbers.flat, make_sampling_key(0, name)).mul_(numbers.scale)
+                samples[name] = take_sample(numbers.values, make_sampling_key(0, name)).mul_(numbers.scale)
         self._first_samples = self._first_samples or samples
         for name, now in samples.items():
             before = self._first_samples.get(name)

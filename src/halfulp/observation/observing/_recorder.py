@@ -86,7 +86,7 @@ class Recorder:
             return None
         if loss_scale != 1.0:
             found = found._replace(scale=found.scale * loss_scale)
-        return self.record_numbers(role, name, kind, found, take_sample(found.flat, self.get_sampling_key(name)))
+        return self.record_numbers(role, name, kind, found, take_sample(found.values, self.get_sampling_key(name)))
 
     def record_numbers(
         self, role: Role, name: str, kind: str, numbers: StoredNumbers, sample: torch.Tensor
@@ -109,7 +109,7 @@ class Recorder:
         add_sample_to_histogram(sample, record)
         format = self.format_by_module.get(name) if role in QUANTIZED_ROLES else None
         if format is not None and len(sample):
-            wide = numbers.flat.dtype == torch.float64  # which block formats round in float64
+            wide = numbers.values.dtype == torch.float64  # which block formats round in float64
             record_quantization_error(record, format, sample if wide else sample.float())
         return record
 

@@ -183,7 +183,7 @@ def sample_tensors(
     """Return samples of one tensor per parameter in float64; under a role count the tensors, too."""
     samples = []
     for record, one in zip(records, numbers, strict=True):
-        sample = take_sample(one.flat, recorder.get_sampling_key(record.name))
+        sample = take_sample(one.values, recorder.get_sampling_key(record.name))
         if role is not None:
             recorder.record_numbers(role, record.name, record.kind, one, sample)
         samples.append(sample if one.scale == 1.0 else sample * one.scale)
@@ -320,12 +320,12 @@ class UpdateWatcher:
     ) -> ParameterBeforeStep | None:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
         weight, slope = read_numbers(parameter), read_numbers(gradient)
-        if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
+        if weight is None or slope is None or weight.values.numel() != slope.values.numel():
             self.recorder.note_unobserved(f"{record.name}: a parameter or gradient whose numbers cannot be read")
             return None
         if is_rounded_stochastically(self.optimizer, parameter):
             self.recorder.fixed_sample_names.add(record.name)
-        size = weight.flat.numel()
+        size = weight.values.numel()
         if not size:
             return None
         states = _read_numbers_of_states(self._get_state(parameter), size) if self._shadow is not None else None
@@ -343,7 +343,7 @@ class UpdateWatcher:
         if one.states is None:
             return (None,)
         return tuple(
-            (key, value.flat.dtype if isinstance(value, StoredNumbers) else _convert_number_to_float(value, 0.0))
+            (key, value.values.dtype if isinstance(value, StoredNumbers) else _convert_number_to_float(value, 0.0))
             for key, value in one.states.items()
         )
 
@@ -355,7 +355,7 @@ class UpdateWatcher:
         divisor, _ = read_scaler_attributes(self.optimizer)
         if divisor != 1.0:
             gradient = gradient / divisor
-        sizes = [numbers.flat.numel() for numbers in weights]
+        sizes = [numbers.values.numel() for numbers in weights]
         batch = ParameterBatch(records, parameters, sizes, list(map(len, samples)), weight, gradient)
         for record, slope in zip(records, batch.split_samples(gradient)):
             record.nonzero_gradients += int(slope.count_nonzero())
@@ -505,7 +505,7 @@ class UpdateWatcher:
                     continue
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
-                if numbers is not None and numbers.flat.numel() == size:
+                if numbers is not None and numbers.values.numel() == size:
                     samples = sample_tensors(self.recorder, [record], [numbers], ROLE_BY_STATE_NAME.get(key))
                     found.setdefault(key, []).extend(samples)
         return {key: torch.cat(samples) for key, samples in found.items() if len(samples) == len(batch.records)}
@@ -522,7 +522,7 @@ def _read_numbers_of_states(given: Mapping[str, Any], size: int) -> dict[str, An
     for key, value in given.items():
         if key not in WHOLE_TENSOR_STATE_NAMES and isinstance(value, torch.Tensor):
             value = read_numbers(value)
-            if value is None or value.flat.numel() != size:
+            if value is None or value.values.numel() != size:
                 return None
         states[key] = value
     return states
@@ -621,7 +621,7 @@ class WeightAverageWatcher:
             if plan is not None and has_float32_weight(plan):
                 return take_sample(read_float32_weights([plan])[0], key)
         found = read_numbers(tensor)
-        return None if found is None else take_sample(found.flat, key).mul_(found.scale)
+        return None if found is None else take_sample(found.values, key).mul_(found.scale)
 
 
 def _compute_wanted_change(average: EMA | nn.Module, before: torch.Tensor, live: torch.Tensor) -> torch.Tensor | None:
