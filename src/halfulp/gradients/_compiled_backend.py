@@ -39,17 +39,17 @@ def _find_active_backward(scaler_handle: str) -> BackwardHooks | None:
     return backward if backward is not None and backward.is_active else None
 
 
-def _compute_edge_factors(scaler_handle: str, edges: str, count: int, device: torch.device) -> Tensor:
+def _compute_edge_factors(scaler_handle: str, edges_json: str, count: int, device: torch.device) -> Tensor:
     """Return the factors of a graph's edges at the present exponents; ones where no scaled loss is differentiated."""
     backward = _find_active_backward(scaler_handle)
     if backward is None:
         return torch.ones(count, device=device, dtype=torch.float32)
-    if edges not in backward.edges_by_json:
-        keys, *pairs = json.loads(edges)
+    if edges_json not in backward.edges_by_json:
+        keys, *pairs = json.loads(edges_json)
         sites = [backward.sites.get_or_create_site(key) for key in keys]
-        backward.edges_by_json[edges] = sites, [(sites[source], sites[target]) for source, target in pairs]
+        backward.edges_by_json[edges_json] = sites, [(sites[source], sites[target]) for source, target in pairs]
     # The global site comes first.
-    (_, *own), found = backward.edges_by_json[edges]
+    (_, *own), found = backward.edges_by_json[edges_json]
     for source, target in found:
         backward.get_edge_hook(target, source)
     backward.reached_sites.update(dict.fromkeys(own))
@@ -57,13 +57,13 @@ def _compute_edge_factors(scaler_handle: str, edges: str, count: int, device: to
     return _make_powers_of_two(tuple(target.exponent - source.exponent for source, target in found), device).clone()
 
 
-def _measure_gradients_of_site(gradients: list[Tensor], scaler_handle: str, key: str, kinds: str) -> None:
+def _measure_gradients_of_site(gradients: list[Tensor], scaler_handle: str, site_key: str, joined_kinds: str) -> None:
     """Measure the gradients of a site in an iteration that is measured."""
     backward = _find_active_backward(scaler_handle)
     if backward is not None and backward.is_measuring:
-        site = backward.sites.get_or_create_site(key)
+        site = backward.sites.get_or_create_site(site_key)
         backward.reached_sites.setdefault(site)
-        for kind, gradient in zip(kinds.split(","), gradients):
+        for kind, gradient in zip(joined_kinds.split(","), gradients):
             backward.measurements.measure_gradient_on_device(site, kind, gradient, None)
 
 
@@ -88,7 +88,7 @@ def insert_edges_and_measurements(module: GraphModule, plan: SitePlan, scaler_ha
     edges = placement.list_edges_between_sites()
     pairs = list(dict.fromkeys((edge.source_key, edge.target_key) for edge in edges))
     keys = placement.site_keys
-    edges_text = json.dumps([keys, *([keys.index(key) for key in pair] for pair in pairs)])
+    edges_json = json.dumps([keys, *([keys.index(key) for key in pair] for pair in pairs)])
     factor_vectors: dict[torch.device, Node] = {}
 
     def insert_call_node(target: Callable, *args: Any) -> Node:
@@ -102,7 +102,7 @@ def insert_edges_and_measurements(module: GraphModule, plan: SitePlan, scaler_ha
         if value.device not in factor_vectors:
             first = next(node for node in graph.nodes if node.op != "placeholder")
             with graph.inserting_before(first), value.fake_mode:
-                args = (scaler_handle, edges_text, len(pairs), value.device)
+                args = (scaler_handle, edges_json, len(pairs), value.device)
                 factor_vectors[value.device] = insert_call_node(compute_edge_factors, *args)
         half = value.dtype in HALF_DTYPES
         cast = torch.ops.prims.convert_element_type.default
@@ -157,7 +157,9 @@ def make_torch_compile_backend(backward: BackwardHooks, name: str = "inductor") 
             "model uncompiled, or take the scaler without format= and with policy='amax'"
         )
 
-    def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
+    def compile_scaled(
+        module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None
+    ) -> Any:
         warn_of_graph_breaks(inputs, backward)
         partition = GradientMovingPartitioner(backward.handle, plan_sites(module, inputs, backward))
         # Bodies of higher-order operators, such as checkpoints, are graphs of their own.
@@ -190,11 +192,11 @@ class GradientMovingPartitioner:
         self.scaler_handle = scaler_handle
         self.plan = plan
         # What partitions, where `use_graph_partitioner` sets another function than torch's own.
-        self.inner: Any = None
+        self.inner_partition: Any = None
 
     def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         set_forward_functions_of_backward_nodes(module)
-        part = self.inner or torch._functorch.partitioners.min_cut_rematerialization_partition
+        part = self.inner_partition or torch._functorch.partitioners.min_cut_rematerialization_partition
         forward, backward = part(module, inputs, **kwargs)
         insert_edges_and_measurements(backward, self.plan, self.scaler_handle)
         return forward, backward
@@ -271,13 +273,13 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: BackwardHooks) -
         calls[key] += 1
         return f"{key}#{call}" if call else key
 
-    def collect_product_sites(graph_module: GraphModule, outer: tuple = ()) -> None:
+    def collect_product_sites(graph_module: GraphModule, outer_stack: tuple = ()) -> None:
         """Visit all nodes of a graph, and those of checkpoints' bodies, in the order in which they run."""
         for node in graph_module.graph.nodes:
             stack = node.meta.get("source_fn_stack")
-            if stack and outer:
+            if stack and outer_stack:
                 # All checkpoints have one name there.
-                stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
+                stack = node.meta["source_fn_stack"] = [*outer_stack, stack[-1]]
             if getattr(node.target, "__name__", "") == _ACTIVATION_CHECKPOINT_OPERATOR:
                 body = getattr(graph_module, node.args[0].target)
                 given = zip(body.graph.find_nodes(op="placeholder"), node.args[1:])

@@ -106,11 +106,11 @@ def is_floating_tensor(node: Node) -> bool:
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 
 
-def _is_linear_product(node: Node, gradients: Mapping[Node, None], first: int, second: int) -> bool:
+def _is_linear_product(node: Node, gradients: Mapping[Node, None], first_position: int, second_position: int) -> bool:
     """Return whether one of two factors is a gradient, and all addends of their product are gradients or zero."""
-    if (node.args[first] in gradients) == (node.args[second] in gradients):
+    if (node.args[first_position] in gradients) == (node.args[second_position] in gradients):
         return False
-    added = [x for i, x in enumerate(node.args) if i not in (first, second) and isinstance(x, Node)]
+    added = [x for i, x in enumerate(node.args) if i not in (first_position, second_position) and isinstance(x, Node)]
     return all(x in gradients or _is_made_of_zeros(x) for x in added if _is_tensor_node(x))
 
 
