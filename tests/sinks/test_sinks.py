@@ -39,7 +39,7 @@ def test_what_json_has_no_word_for_is_a_word(tmp_path):
 def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
     path = tmp_path / "seen.jsonl"
     path.write_text("old\n")
-    file = JsonLinesFile(path, anew=True)
+    file = JsonLinesFile(path, overwrite=True)
     file.check()
     assert path.read_text() == "old\n"
     file.write({"step": 0})

@@ -129,9 +129,10 @@ def join_and_rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
-    def find_severity_with_consequences(i: int, *before: int) -> int:
-        consequences = [find_severity_with_consequences(k, i, *before) for k in follows[i] if k not in before]
-        return max([SEVERITIES.index(found[i].severity), *consequences])
+    def find_severity_with_consequences(index: int, *visited: int) -> int:
+        new = [k for k in follows[index] if k not in visited]
+        consequences = [find_severity_with_consequences(k, index, *visited) for k in new]
+        return max([SEVERITIES.index(found[index].severity), *consequences])
 
     keys = [
         (-find_severity_with_consequences(i), i in explained, -finding.confidence, -len(finding.where), finding.code)

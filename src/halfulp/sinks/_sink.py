@@ -59,7 +59,7 @@ class JsonLinesFile:
     """A file of rows, a JSON object per line.
 
     The file is open only while a row is written, so that a run that is killed keeps all rows of before. Rows go behind
-    those that are there, unless the first write begins the file `anew`.
+    those that are there, unless the first write is to `overwrite` it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -71,13 +71,13 @@ class JsonLinesFile:
     {"step": 50, "loss": 1.5}
     """
 
-    def __init__(self, path: str | os.PathLike[str], anew: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self.path: Path = Path(path).absolute()  # a script may change to another folder
         if self.path.suffix != ".jsonl":
             raise ValueError(
                 f"rows are written to a .jsonl file, got {str(path)!r}; pandas.read_json(..., lines=True) reads it"
             )
-        self._mode = "w" if anew else "a"
+        self._mode = "w" if overwrite else "a"
 
     def check(self) -> None:
         """Check, before any work, that rows can be appended; nothing is written."""

@@ -165,7 +165,7 @@ class ScriptWatch:
         self.observation: Observation | None = None
         # Sentences that say what could not be observed.
         self.unseen: list[str] = []
-        self._lines_file = None if lines is None else JsonLinesFile(lines, anew=True)
+        self._lines_file = None if lines is None else JsonLinesFile(lines, overwrite=True)
         if self._lines_file is not None:
             self._lines_file.check()
         self._own_pid: int = os.getpid()
