@@ -170,7 +170,7 @@ def test_parts_give_what_the_whole_gives(dtype):
 
 def test_views_empty_and_constant_tensors():
     a = torch.randn(6, 5)
-    assert measured(a.t(), (a + 1).t()).finite == 30
+    assert measured(a.t(), (a + 1).t()).finite_count == 30
     assert math.isnan(measured(a[:0], a[:0]).compute_median())
     constant = measured(torch.full((9,), 2.0), torch.full((9,), 3.0))
     assert (constant.a.constant, constant.b.constant) == (2.0, 3.0)
