@@ -160,9 +160,8 @@ class _BlockProductFunction(torch.autograd.Function):
         layer: BlockProductForward = ctx.layer
         tangents: list[Tensor] = []
         if input_tangent is not None:
-            tangents.append(
-                layer.run_class_forward(input_tangent, layer.round_weight(weight, along_inputs=True), ctx.size)
-            )
+            rounded = layer.round_weight(weight, along_inputs=True)
+            tangents.append(layer.run_class_forward(input_tangent, rounded, ctx.size))
         if weight_tangent is not None:
             tangents.append(layer.run_class_forward(layer.quantize_in_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:

@@ -141,11 +141,8 @@ class WatchedForward(ForwardTracedByCompiler):
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
             self._backward.forward_count += 1
             return self.inner(*args, **kwargs)
-        if (
-            (region is None or self._role == "model")
-            and not self._backward.reached_sites
-            and not self._backward.forward_count
-        ):
+        is_first = not self._backward.reached_sites and not self._backward.forward_count
+        if is_first and (region is None or self._role == "model"):
             self._backward.update_process_groups()
         if region is None:
             replay = self._replay if self._backward.is_replay_allowed() else None

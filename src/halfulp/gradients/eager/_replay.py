@@ -251,11 +251,9 @@ class GraphReplay:
                 self._mark_node_at_global_exponent(node)
             output = call(*args, **kwargs)
             outputs = list_output_tensors(output)
-            return (
-                self._hook_nodes_of_known_graph(output, outputs, start_sequence_nr, inputs, wide())
-                if outputs
-                else output
-            )
+            if not outputs:
+                return output
+            return self._hook_nodes_of_known_graph(output, outputs, start_sequence_nr, inputs, wide())
         finally:
             thread_region_state.region = outer
             torch.set_autocast_cache_enabled(cached)

@@ -109,11 +109,8 @@ class ModuleHooks:
         if not in_backward or name not in self._seen_modules:
             for tensor in found:
                 # One that a module around hands on was observed last.
-                if (
-                    self._last_seen is None
-                    or self._last_seen[0]() is not tensor
-                    or self._last_seen[1] != tensor._version
-                ):
+                last = self._last_seen
+                if last is None or last[0]() is not tensor or last[1] != tensor._version:
                     self._observe_output(name, module, tensor, inputs)
             self._seen_modules.add(name)
         if not name:
