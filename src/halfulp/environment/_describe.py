@@ -14,7 +14,7 @@ from .._torch_floor import OLDEST_TORCH, is_older
 from ._processor import count_cores, list_processor_instructions, read_processor_name
 
 _LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
-_VARIABLE_PREFIXES = (
+_LISTED_VARIABLE_PREFIXES = (
     *("HALFULP_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "OMP_", "KMP_", "TRITON_", "PYTORCH_", "TORCH_"),
     *("CUDA_VISIBLE", "HIP_VISIBLE", "ROCR_VISIBLE", "HSA_OVERRIDE", "ZE_AFFINITY", "XDG_CACHE_HOME"),
 )
@@ -38,7 +38,7 @@ def describe_environment() -> dict[str, Any]:
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
-        "variables": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
+        "variables": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_LISTED_VARIABLE_PREFIXES)},
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
