@@ -181,7 +181,7 @@ class MCTensor(CompositeTensor):
     _scale: Tensor | None
     _gradients: str
     # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
-    _seeds_backward = False
+    _is_filled_with_ones = False
 
     _value_description = "a sum of components"
     _parts_expression = "each of x.components"

@@ -19,11 +19,11 @@ POWER_ROUNDINGS = get_args(PowerRounding)
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # Scales from here on may belong to numbers that stand for infinity, such as a mask's 1e38.
-HUGE_SCALE = 2.0**100
+HUGE_SCALE_THRESHOLD = 2.0**100
 # From here on they do where numbers cannot be looked at: they lie next to float32's largest.
-MASK_SCALE = 2.0**126
+MASK_SCALE_THRESHOLD = 2.0**126
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
-ZERO_SCALE = SMALLEST_SCALE
+SCALE_OF_ZEROS = SMALLEST_SCALE
 # The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
 LEAST_OUTLIER_CLAMP_LIMIT = 128.0
 
@@ -52,11 +52,11 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
     return (bits & _EXPONENT_MASK).view(torch.float32)
 
 
-def round_number_to_power(value: float, rounding: PowerRounding = "nearest") -> float:
+def round_number_to_power_of_two(value: float, rounding: PowerRounding = "nearest") -> float:
     """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> round_number_to_power(0.95), round_number_to_power(0.95, "down"), round_number_to_power(3.0)
-    (1.0, 0.5, 4.0)
+    >>> round_number_to_power_of_two(0.95), round_number_to_power_of_two(0.95, "down")
+    (1.0, 0.5)
     """
     if not value > SMALLEST_SCALE:
         return SMALLEST_SCALE
@@ -137,25 +137,27 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
 def find_least_scale_beside_mask(storage: torch.dtype) -> float:
     """Return the least scale under which a storage holds what a mask's numbers may saturate to."""
     # Where numbers cannot be looked at, payloads are multiplied by 2^100 at most.
-    largest = min(torch.finfo(storage).max, HUGE_SCALE)
-    return round_number_to_power(LEAST_OUTLIER_CLAMP_LIMIT / largest, "up")
+    largest = min(torch.finfo(storage).max, HUGE_SCALE_THRESHOLD)
+    return round_number_to_power_of_two(LEAST_OUTLIER_CLAMP_LIMIT / largest, "up")
 
 
 def choose_common_scale_value(values: Sequence[float], are_masks: Sequence[bool], least: float) -> float:
     """Return the largest of scales' values, but not masks' if there are others: beside one at least a `least` one."""
-    others = [value for value, is_mask in zip(values, are_masks) if value > ZERO_SCALE and not is_mask]
+    others = [value for value, is_mask in zip(values, are_masks) if value > SCALE_OF_ZEROS and not is_mask]
     return max(*others, min(least, max(values))) if others else max(values)
 
 
-def choose_common_scale(scales: Sequence[Tensor], limits: Sequence[float], least: float) -> Tensor:
+def choose_common_scale(scales: Sequence[Tensor], mask_limits: Sequence[float], least: float) -> Tensor:
     """Return the scale of `choose_common_scale_value` on tensors, where scales from a limit on are masks'."""
-    if len({scale.device for scale in scales}) == len(set(limits)) == 1 < len(scales) and is_untraced(scales[0]):
+    if len({scale.device for scale in scales}) == len(set(mask_limits)) == 1 < len(scales) and is_untraced(scales[0]):
         held = torch.stack(list(scales))
-        usual, largest = torch.where(held < limits[0], held, ZERO_SCALE).amax(), held.amax()
+        usual, largest = torch.where(held < mask_limits[0], held, SCALE_OF_ZEROS).amax(), held.amax()
     else:
-        usual = take_largest_scale(*(torch.where(s < limit, s, ZERO_SCALE) for s, limit in zip(scales, limits)))
+        usual = take_largest_scale(
+            *(torch.where(s < limit, s, SCALE_OF_ZEROS) for s, limit in zip(scales, mask_limits))
+        )
         largest = take_largest_scale(*scales)
-    scale = torch.where(usual == ZERO_SCALE, largest, torch.maximum(usual, largest.clamp(max=least)))
+    scale = torch.where(usual == SCALE_OF_ZEROS, largest, torch.maximum(usual, largest.clamp(max=least)))
     return materialize_traced_scale(scale)
 
 
@@ -170,8 +172,8 @@ def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
 
 def multiply_without_overflow(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
-    moved = multiply_by_power(payload, factor)
-    return moved if factor <= HUGE_SCALE else clamp_finite_values(moved, FLOAT32_MAX, payload)
+    moved = multiply_by_power_of_two(payload, factor)
+    return moved if factor <= HUGE_SCALE_THRESHOLD else clamp_finite_values(moved, FLOAT32_MAX, payload)
 
 
 def clamp_finite_values(values: Tensor, largest: Any, origin: Tensor | None = None) -> Tensor:
@@ -179,7 +181,7 @@ def clamp_finite_values(values: Tensor, largest: Any, origin: Tensor | None = No
     return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
 
 
-def multiply_by_power(payload: Tensor, factor: Tensor | float) -> Tensor:
+def multiply_by_power_of_two(payload: Tensor, factor: Tensor | float) -> Tensor:
     """Return a float32 payload times a power of two: exact within float32's range."""
     if isinstance(factor, Tensor):
         return payload * factor

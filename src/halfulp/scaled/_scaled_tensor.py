@@ -71,7 +71,7 @@ class ScaledTensor(CompositeTensor):
     _scale: Tensor
     _home: torch.dtype | None = None
     # Its version since `full_like` or `new_full` filled it with one large number; views share it.
-    _filled_version: int | None = None
+    _large_fill_version: int | None = None
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
@@ -120,7 +120,7 @@ class ScaledTensor(CompositeTensor):
             return find_rule(operator)(*arguments, **(options or {}))
         except ComplexOperandError:
             # On values, with plain results: complex numbers carry no scale.
-            with enable_lazy_conjugates():
+            with keep_conjugate_and_negative_bits():
                 return operator(*tree_map(decode_if_scaled, arguments), **tree_map(decode_if_scaled, options or {}))
         except (NotImplementedError, RuntimeError):
             # In place of torch's error, if an operator takes or makes tensors that are not dense.
@@ -215,7 +215,7 @@ class ScaledTensor(CompositeTensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        made: ScaledTensor = apply_conversion(self, change_scale, None, _powers.make_scale(scale, self.device))
+        made: ScaledTensor = apply_conversion(self, move_to_scale, None, _powers.make_scale(scale, self.device))
         return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -294,7 +294,7 @@ class ScaledTensor(CompositeTensor):
             raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
         _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
-        self._filled_version = None
+        self._large_fill_version = None
 
     @hide_own_frames_from_compiler
     def __tensor_flatten__(self) -> tuple[list[str], DtypeStorageAndHome]:
@@ -362,13 +362,13 @@ def decode_if_scaled(x: Any) -> Any:
     return decode_values(x) if isinstance(x, ScaledTensor) else x
 
 
-def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+def move_to_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
-    payload = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
+    payload = _powers.multiply_by_power_of_two(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return wrap_payload(round_to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
-def enable_lazy_conjugates() -> AbstractContextManager[Any]:
+def keep_conjugate_and_negative_bits() -> AbstractContextManager[Any]:
     """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated."""
     # Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
     # operators make them, and their results would silently be wrong.
@@ -387,7 +387,9 @@ def convert_storage_and_dtype(
     payload = get_float32_payload(x)
     level = measure_rms_scale(payload, storage)
     scale, rest = _powers.multiply_scales(x._scale, level)
-    return wrap_payload(round_to_storage(_powers.multiply_by_power(payload / level, rest), storage), scale, dtype, home)
+    return wrap_payload(
+        round_to_storage(_powers.multiply_by_power_of_two(payload / level, rest), storage), scale, dtype, home
+    )
 
 
 class _ConvertTensor(torch.autograd.Function):
@@ -411,17 +413,17 @@ class _ConvertTensor(torch.autograd.Function):
     @staticmethod
     @hide_own_frames_from_compiler
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _convert_to_kind(gradient, *context.kind_of_input), *context.others
+        return _convert_to_dtype_and_storage(gradient, *context.kind_of_input), *context.others
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone() if context.kind is None else _convert_to_kind(tangent, *context.kind)
+        return tangent.clone() if context.kind is None else _convert_to_dtype_and_storage(tangent, *context.kind)
 
 
 apply_conversion: Callable[..., Any] = _ConvertTensor.apply
 
 
-def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:
+def _convert_to_dtype_and_storage(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
         return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, home=home)
@@ -450,7 +452,7 @@ def _check_payload_range(x: Tensor, payload: Tensor, storage: torch.dtype, scale
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
         is_beyond = amax / largest > _powers.LARGEST_SCALE
-        power = _powers.round_number_to_power(amax / largest, "up")
+        power = _powers.round_number_to_power_of_two(amax / largest, "up")
         remedy = "it is beyond what any scale holds" if is_beyond else f"give scale={power:g} or more, or None"
         raise ValueError(
             f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: {remedy}"
@@ -551,24 +553,24 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
         scaled = scaled if value == 1.0 else scaled.mul_(value)
     else:
         scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
-    if value is not None and value >= _powers.HUGE_SCALE and wide == torch.float32:
+    if value is not None and value >= _powers.HUGE_SCALE_THRESHOLD and wide == torch.float32:
         # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
         scaled = _powers.clamp_finite_values(scaled, _powers.FLOAT32_MAX, x._payload.to(wide))
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype, scale_of_zeros: float = _powers.SCALE_OF_ZEROS) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs."""
-    # Without such values `of_zeros`.
+    # Without such values `scale_of_zeros`.
     if not values.numel():
-        return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
+        return torch.full((), scale_of_zeros, dtype=torch.float32, device=values.device)
     quick = (
         None if storage in EIGHT_BIT_DTYPES or values.dtype in EIGHT_BIT_DTYPES else _measure_rms_scale_quickly(values)
     )
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
     if values.dtype in fused.PAYLOAD_CODEC_BY_DTYPE and _powers.has_fused_kernels(values):
-        return fused.measure_rms_scale(values, storage, of_zeros)
+        return fused.measure_rms_scale(values, storage, scale_of_zeros)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
@@ -578,7 +580,7 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _p
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = _powers.round_to_power(near * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), of_zeros)
+    return torch.where(amax > 0, torch.maximum(scale, least), scale_of_zeros)
 
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:
@@ -590,4 +592,4 @@ def _measure_rms_scale_quickly(values: Tensor) -> float | None:
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORM_RANGE[0] < norm < _ORDINARY_NORM_RANGE[1]:  # zeros, infinities, NaN, squares out of range
         return None
-    return _powers.round_number_to_power(norm / max(int(values.count_nonzero()), 1) ** 0.5)
+    return _powers.round_number_to_power_of_two(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -48,7 +48,7 @@ def wants_plain_result(gradients: str, has_gradient: bool) -> bool:
 
 def wants_plain_result_from(x: Any) -> bool:
     """Return whether the gradient of a function of one MCTensor is a plain tensor."""
-    return wants_plain_result(x._gradients, x._seeds_backward or len(x._parts) == 1)
+    return wants_plain_result(x._gradients, x._is_filled_with_ones or len(x._parts) == 1)
 
 
 def is_storing_plain_gradient(gradients: str) -> bool:

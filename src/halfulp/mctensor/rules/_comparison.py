@@ -14,13 +14,20 @@ from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_result, wants_plain_result_from
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import ResultType, make_result, match_components, result_type, run_pointwise_function, to_components
+from .._result_type import (
+    ResultType,
+    convert_to_common_components,
+    find_result_type,
+    round_to_result_type,
+    run_pointwise_function,
+    split_into_components,
+)
 
 
 def compare_three_way(a: Any, b: Any) -> Tensor:
     """Return the sign of a - b as int8, 2 where either is NaN."""
     device = a.device if isinstance(a, Tensor) else b.device
-    return compare(to_components(a, device), to_components(b, device))
+    return compare(split_into_components(a, device), split_into_components(b, device))
 
 
 _ORDER_TEST_BY_NAME = {
@@ -43,13 +50,13 @@ def apply_per_component(function: Callable, operands: Sequence[Any], form: Resul
     """Run a function that copies elements of its operands on one component of each after the other."""
     if wants_plain_result(form.gradients, form.has_gradient):
         return function(*(_round_operand_to_plain(x, form) for x in operands))
-    parts, scale = match_components(operands, form)
+    parts, scale = convert_to_common_components(operands, form)
     return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
 def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
     """Return a where the mask holds, b elsewhere, as a result of both."""
-    return apply_per_component(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
+    return apply_per_component(lambda x, y: torch.where(mask, x, y), (a, b), form or find_result_type((a, b)))
 
 
 def _round_operand_to_plain(x: Any, form: ResultType) -> Any:
@@ -65,7 +72,7 @@ def _read_mask(mask: Tensor) -> Tensor:
 
 implements(aten.where.self)(lambda mask, a, b: select_elements(_read_mask(mask), a, b))
 implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)(
-    lambda x, mask, value: select_elements(_read_mask(mask), value, x, result_type((x, value)))
+    lambda x, mask, value: select_elements(_read_mask(mask), value, x, find_result_type((x, value)))
 )
 
 
@@ -91,7 +98,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     """Clamp between two bounds, by value; a NaN stays one."""
     if min is None and max is None:
         raise ValueError("clamp takes at least one of min and max")
-    form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
+    form = find_result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE) if min is not None and max is not None else form
     if min is not None:
         x = select_elements(_is_beyond(x, min, -1), min, x, whole)
@@ -150,10 +157,12 @@ def relu(x: MCTensor) -> Tensor:
     return map_components(x, lambda part: part.masked_fill(negative, 0))
 
 
-implements(aten.sign.default, aten.sgn.default)(lambda x: make_result((x._parts[0].sign(),), result_type((x,))))
+implements(aten.sign.default, aten.sgn.default)(
+    lambda x: round_to_result_type((x._parts[0].sign(),), find_result_type((x,)))
+)
 implements(aten.threshold_backward.default)(
     lambda gradient, x, threshold: select_elements(
-        compare_three_way(x, threshold) <= 0, 0.0, gradient, result_type((gradient, x))
+        compare_three_way(x, threshold) <= 0, 0.0, gradient, find_result_type((gradient, x))
     )
 )
 
@@ -172,21 +181,21 @@ def _floor_components(parts: Parts) -> Parts:
 @implements(aten.floor.default)
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
-    parts = to_components(x, x.device)
-    return make_result(_sum_integers(_floor_components(parts), parts[0]), result_type((x,)))
+    parts = split_into_components(x, x.device)
+    return round_to_result_type(_sum_integers(_floor_components(parts), parts[0]), find_result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
-    whole = _floor_components(tuple(torch.where(negative, -part, part) for part in to_components(x, x.device)))
+    whole = _floor_components(tuple(torch.where(negative, -part, part) for part in split_into_components(x, x.device)))
     return _sum_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 implements(aten.ceil.default)(lambda x: -floor(-x))
-implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), result_type((x,))))
+implements(aten.trunc.default)(lambda x: round_to_result_type(_truncate_components(x), find_result_type((x,))))
 implements(aten.frac.default)(
     lambda x: run_pointwise_function(
-        "sub", x, wrap_components(_truncate_components(x), None, COMPONENTS_GRADIENTS_MODE), form=result_type((x,))
+        "sub", x, wrap_components(_truncate_components(x), None, COMPONENTS_GRADIENTS_MODE), form=find_result_type((x,))
     )
 )
 

@@ -31,22 +31,22 @@ from .._encode import (
 from .._mctensor import MCTensor, implements, wrap_components
 from .._result_type import (
     ResultType,
-    are_operands_alike,
-    choose_working_type,
+    choose_working_components_and_dtype,
+    find_result_type,
     keep_component_gradients,
-    make_result,
-    result_type,
+    need_no_conversion,
+    round_to_result_type,
     run_pointwise_function,
-    to_components,
+    split_into_components,
 )
 
 
 def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     """Return a @ b as a result of a type; batch dimensions are broadcast."""
-    if form.scaled or _has_scale(a) or _has_scale(b):
+    if form.is_scaled or _has_scale(a) or _has_scale(b):
         return _multiply_scaled(a, b, form)
-    left, right = to_components(a, form.device), to_components(b, form.device)
-    return make_result(arithmetic.matmul(left, right, *choose_working_type(form)), form)
+    left, right = split_into_components(a, form.device), split_into_components(b, form.device)
+    return round_to_result_type(arithmetic.matmul(left, right, *choose_working_components_and_dtype(form)), form)
 
 
 def _has_scale(x: Any) -> bool:
@@ -55,10 +55,10 @@ def _has_scale(x: Any) -> bool:
 
 def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     """Multiply payloads, and the result by both scales."""
-    left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
+    left, right = (x._parts if isinstance(x, MCTensor) else split_into_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
-    is_short = form.scaled and form.components <= 2 and not wants_plain_result(form.gradients, form.has_gradient)
+    is_short = form.is_scaled and form.components <= 2 and not wants_plain_result(form.gradients, form.has_gradient)
     x, y = left[0], right[0]
     # float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them.
     is_half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
@@ -67,7 +67,9 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
         call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_product_operator
         *parts, scale = call(flat, len(left), scales, form.components)
         return wrap_components(tuple(parts), scale, form.gradients)
-    return make_result(_multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form)
+    return round_to_result_type(
+        _multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form
+    )
 
 
 def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count: int) -> Parts:
@@ -111,7 +113,7 @@ _float16_product_operator = define_operator(
 @implements(aten.addmm.default, aten.baddbmm.default)
 def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b)."""
-    form = result_type((start, a, b))
+    form = find_result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     result = multiply_matrices(a, b, form if beta == 0 and alpha == 1 else whole)
     if alpha != 1:
@@ -128,13 +130,13 @@ def mm(a: Any, b: Any) -> Tensor:
     left, right = a.shape, b.shape
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
-    if are_operands_alike(a, b):
+    if need_no_conversion(a, b):
         parts = arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype)
         return wrap_components(parts, None, a._gradients)
-    return multiply_matrices(a, b, result_type((a, b)))
+    return multiply_matrices(a, b, find_result_type((a, b)))
 
 
-implements(aten.mv.default)(lambda a, b: multiply_matrices(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1))
+implements(aten.mv.default)(lambda a, b: multiply_matrices(a, b.unsqueeze(-1), find_result_type((a, b))).squeeze(-1))
 
 
 @implements(aten.dot.default, aten.vdot.default)
@@ -142,7 +144,7 @@ def dot(a: Any, b: Any) -> Tensor:
     """Multiply two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
-    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
+    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), find_result_type((a, b))).reshape(())
 
 
 @implements(aten.addbmm.default)
@@ -159,7 +161,7 @@ def grouped_mm(
     """Return a product for each group of rows, of columns or of terms; what lies behind the last group becomes 0."""
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
-    form = result_type((a, b), out_dtype)
+    form = find_result_type((a, b), out_dtype)
     if offs is None and a.dim() == b.dim() == 3:
         return multiply_matrices(a, b, form)
     if torch.compiler.is_compiling():
@@ -186,18 +188,18 @@ def grouped_mm(
 
 def _run_matrix_function(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
-    parts = [to_components(x, form.device) for x in operands]
-    results = function(*parts, *choose_working_type(form))
+    parts = [split_into_components(x, form.device) for x in operands]
+    results = function(*parts, *choose_working_components_and_dtype(form))
     if isinstance(results[0], Tensor):
-        return make_result(results, form)
-    return tuple(make_result(result, form) for result in results)
+        return round_to_result_type(results, form)
+    return tuple(round_to_result_type(result, form) for result in results)
 
 
 def _factorize_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     """Return LU factors and pivots for the backward pass (`turned`: of a contiguous a's transpose), if there is one."""
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
-    form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
+    form, a = find_result_type((a,)), a.mT if turned and a.is_contiguous() else a
     return refine_lu_factors(keep_component_gradients(a) if isinstance(a, MCTensor) else a, form.components)
 
 
@@ -237,7 +239,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     """Solve a system by the factors P L U of its matrix."""
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
-    form = result_type((factors, b))
+    form = find_result_type((factors, b))
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     plain = factors.decode() if isinstance(factors, MCTensor) else factors
     permutation = torch.lu_unpack(plain, pivots, unpack_data=False)[0].to(b.dtype)
@@ -245,36 +247,39 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     upper = factors.triu()
     if adjoint:
         x: Any = _solve_system(lower.mT, _solve_system(upper.mT, b, True, whole), True, whole)
-        return make_result(to_components(permutation @ keep_component_gradients(x), form.device), form)
+        return round_to_result_type(split_into_components(permutation @ keep_component_gradients(x), form.device), form)
     return _solve_system(upper, _solve_system(lower, permutation.mT @ b, True, whole), True, form)
 
 
 implements(aten._linalg_solve_ex.default)(
     lambda a, b, *, left=True, check_errors=False: (
-        _solve_system(a, b, left, result_type((a, b))),
+        _solve_system(a, b, left, find_result_type((a, b))),
         *_factorize_for_backward(a, has_transposed_factors_in_solve_backward()),
         _make_zero_info(a),
     )
 )
 implements(aten.linalg_inv_ex.default)(
-    lambda a, **_: (_run_matrix_function(arithmetic.inverse, (a,), result_type((a,))), _make_zero_info(a))
+    lambda a, **_: (_run_matrix_function(arithmetic.inverse, (a,), find_result_type((a,))), _make_zero_info(a))
 )
 implements(aten._linalg_det.default)(
-    lambda a: (_run_matrix_function(arithmetic.det, (a,), result_type((a,))), *_factorize_for_backward(a, turned=True))
+    lambda a: (
+        _run_matrix_function(arithmetic.det, (a,), find_result_type((a,))),
+        *_factorize_for_backward(a, turned=True),
+    )
 )
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """Return the determinant's sign and the logarithm of its magnitude."""
-    determinant = _run_matrix_function(arithmetic.det, (a,), result_type((a,)))
+    determinant = _run_matrix_function(arithmetic.det, (a,), find_result_type((a,)))
     return determinant.sign(), determinant.abs().log(), *_factorize_for_backward(a, turned=True)
 
 
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
     """Return the Cholesky factor."""
-    lower = _run_matrix_function(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
+    lower = _run_matrix_function(arithmetic.cholesky, (a.mT if upper else a,), find_result_type((a,)))
     return lower.mT if upper else lower
 
 
@@ -288,14 +293,14 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """Return orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
-    q, r = _run_matrix_function(arithmetic.qr, (a,), result_type((a,)))
+    q, r = _run_matrix_function(arithmetic.qr, (a,), find_result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
 
 
 @implements(aten.linalg_solve_triangular.default)
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """Solve a triangular system, of which the other triangle is not read."""
-    form = result_type((a, b))
+    form = find_result_type((a, b))
     triangle = a.triu() if upper else a.tril()
     if unitriangular:
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)

@@ -26,10 +26,10 @@ from .._result_type import (
     ResultType,
     count_float64_components,
     encode_plain_operands,
-    make_result,
-    result_type,
+    find_result_type,
+    round_to_result_type,
     run_pointwise_function,
-    to_components,
+    split_into_components,
 )
 from ._memory import insert_elements
 
@@ -40,18 +40,18 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
         raise TypeError(
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
-    form = result_type((x,), dtype=dtype)
-    parts = to_components(x, form.device)
+    form = find_result_type((x,), dtype=dtype)
+    parts = split_into_components(x, form.device)
     if not x.dim():
-        return make_result(tuple(part.clone() for part in parts), form)
+        return round_to_result_type(tuple(part.clone() for part in parts), form)
     is_plain = wants_plain_result(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
     count = 1 if is_plain else _count_working_components(form, parts)
-    return make_result(function(parts, dim, count, keepdim), form)
+    return round_to_result_type(function(parts, dim, count, keepdim), form)
 
 
 def _count_working_components(form: ResultType, parts: Parts) -> int:
     """Return how many components of the operand's dtype hold the result."""
-    return count_float64_components(form) if form.scaled else max(form.components, len(parts))
+    return count_float64_components(form) if form.is_scaled else max(form.components, len(parts))
 
 
 for _function, _of_all, _of_some in (
@@ -75,11 +75,11 @@ implements(aten.nansum.default)(
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running sums."""
-    form = result_type((x,), dtype=dtype)
-    parts = to_components(x, form.device)
+    form = find_result_type((x,), dtype=dtype)
+    parts = split_into_components(x, form.device)
     if not x.dim() or not x.numel():
-        return make_result(tuple(part.clone() for part in parts), form)
-    return make_result(arithmetic.running_sum(parts, dim, _count_working_components(form, parts)), form)
+        return round_to_result_type(tuple(part.clone() for part in parts), form)
+    return round_to_result_type(arithmetic.running_sum(parts, dim, _count_working_components(form, parts)), form)
 
 
 @implements(aten.linalg_vector_norm.default)
@@ -143,7 +143,7 @@ def native_batch_norm(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
     *values, training, momentum, eps = operands
     running_mean, running_variance = values[3:]
-    x, weight, bias, mean, variance = encode_plain_operands(tuple(values), result_type(values))
+    x, weight, bias, mean, variance = encode_plain_operands(tuple(values), find_result_type(values))
     with disable_result_rounding():
         if training:
             dims = [i for i in range(x.dim()) if i != 1]
@@ -162,7 +162,9 @@ def native_batch_norm(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
     """Update a running statistic in place: running + momentum (now - running)."""
     if running is not None:
-        result = run_pointwise_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
+        result = run_pointwise_function(
+            "addcmul", running, now - running, momentum, form=find_result_type((running, now))
+        )
         running.copy_(result)
 
 
