@@ -24,7 +24,7 @@ from ..subclass._in_backward import (
     refuse_make_fx,
     wants_plain_result,
 )
-from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
+from ..subclass._rule_table import find_outlier_mask, is_in_quotient_formula
 from ._encode import (
     choose_scale,
     convert_components_to_float64,
@@ -255,9 +255,9 @@ def _clamp_masked_elements(parts: Parts, mask: Tensor) -> Parts:
 
 
 def _find_outliers(x: Tensor, among_zeros: bool = True) -> Tensor:
-    """Return where large numbers stand for infinity: see `mark_outliers`."""
+    """Return where large numbers stand for infinity: see `find_outlier_mask`."""
     large = (x.abs() >= _LEAST_OUTLIER) & x.isfinite()
-    return mark_outliers(x, _LEAST_OUTLIER, among_zeros) if _is_not_known_all_false(large) else large
+    return find_outlier_mask(x, _LEAST_OUTLIER, among_zeros) if _is_not_known_all_false(large) else large
 
 
 def _is_not_known_all_false(mask: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
+from ..subclass._rule_table import find_outlier_mask, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._powers_of_two import LEAST_OUTLIER_CLAMP_LIMIT
@@ -205,7 +205,7 @@ def measure_scale_without_outliers(
     if not x.dim() or not x.numel() or is_known_free_of_outliers(x, size, only_negative):
         return measure_rms_scale(x, torch.float32)
     x = x.detach()
-    large = x <= -size if only_negative else mark_outliers(x, size, among_zeros)
+    large = x <= -size if only_negative else find_outlier_mask(x, size, among_zeros)
     scale = measure_rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
@@ -294,7 +294,7 @@ def find_outliers(
         x = torch.where(x == 0, 0.0, x.reciprocal())
     if is_known_free_of_outliers(x, size, only_negative=False):
         return None
-    large = mark_outliers(x, size, among_zeros)
+    large = find_outlier_mask(x, size, among_zeros)
     if _powers.has_readable_values(x):
         return large if bool(large.any()) and not bool(large.all()) else None
     return large & ~large.all()

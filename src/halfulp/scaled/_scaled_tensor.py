@@ -15,9 +15,9 @@ from ..kernels import hide_own_frames_from_compiler, require_float64, to_plain_m
 from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
-    get_autograd_marks,
+    get_autograd_flags,
     refuse_mixed_classes,
-    restore_autograd_marks,
+    restore_autograd_flags,
 )
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import RuleType, is_in_quotient_formula
@@ -238,7 +238,7 @@ class ScaledTensor(CompositeTensor):
     def _list_plain_tensors(self) -> list[Tensor]:
         return [self._payload, self._scale]
 
-    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+    def _rebuild_from_plain_tensors(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
         return wrap_payload(payload, scale, self.dtype, self._home, requires_grad)
 
@@ -260,7 +260,7 @@ class ScaledTensor(CompositeTensor):
         return f"ScaledTensor({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        payload, marks = self._payload.detach(), get_autograd_marks(self)
+        payload, marks = self._payload.detach(), get_autograd_flags(self)
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
         home = () if self._home is None else (self._home,)
@@ -471,7 +471,7 @@ def rebuild_scaled_tensor(
 ) -> ScaledTensor:
     """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name."""
     check_pickled_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
-    return restore_autograd_marks(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
+    return restore_autograd_flags(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])

@@ -30,7 +30,7 @@ from ...kernels import list_present_operators
 from ...kernels._plain_memory import is_floating
 from ...subclass._composite_tensor import allow_views
 from ...subclass._derivation import aten
-from ...subclass._rule_table import mark_outliers
+from ...subclass._rule_table import find_outlier_mask
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -180,7 +180,7 @@ def _holds_mask(x: ScaledTensor, scale: float) -> bool:
     payload = get_float32_payload(x)
     if not _powers.has_readable_values(payload):
         return scale >= _powers.MASK_SCALE_THRESHOLD
-    large = mark_outliers(payload, LEAST_OUTLIER_MAGNITUDE / scale)
+    large = find_outlier_mask(payload, LEAST_OUTLIER_MAGNITUDE / scale)
     is_smaller = payload.isfinite() & ~large
     return bool(large.any() & is_smaller.any() & ~(large & (payload > 0)).any())
 
