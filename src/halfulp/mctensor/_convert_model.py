@@ -138,12 +138,12 @@ def _read_mctensor_from_entries(
 register_layout(
     StateDictLayout(
         MCTensor,
-        key="halfulp_components",
+        metadata_key="halfulp_components",
         version=STATE_DICT_VERSION,
-        what="components",
-        suffix=_ENTRY_SUFFIX_PATTERN,
-        entries=_make_state_dict_entries,
-        fitting=_read_parameter_from_entries,
+        description="components",
+        auxiliary_suffix=_ENTRY_SUFFIX_PATTERN,
+        make_entries=_make_state_dict_entries,
+        read_tensor=_read_parameter_from_entries,
     )
 )
 
