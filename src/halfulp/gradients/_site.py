@@ -306,7 +306,7 @@ def copy_to_host(rows: list[Tensor]) -> list[Any]:
 _KERNEL_ALIGNMENT_BYTES = 64
 
 
-def multiply_by_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
+def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
     """Return the gradient times 2^exponent, with the strides that it had."""
     if not exponent:
         return gradient
@@ -449,12 +449,12 @@ class LossGradientFollower:
             self._reached_outputs += 1
             self.has_several_outputs = self.has_several_outputs or self._reached_outputs > 1
         if not sign or not self.on:
-            return multiply_by_power_of_two(gradient, exponent)
+            return multiply_by_power(gradient, exponent)
         if not self._is_lift_found:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
             self.lift, self._is_lift_found = self._find_lift(gradient) if sign > 0 else 0, True
         if isinstance(self.lift, int):
-            return multiply_by_power_of_two(gradient, exponent + sign * self.lift)
+            return multiply_by_power(gradient, exponent + sign * self.lift)
         key = exponent, sign, gradient.device
         if key not in self._factors:
             # 2^(exponent + sign lift) as a float32 tensor, made exactly from its bits.

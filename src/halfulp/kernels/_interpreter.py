@@ -72,9 +72,9 @@ def run_trace_on_tensors(
     given = dict(inputs or {})
     arrays = dict(enumerate(arrays)) if isinstance(arrays, Sequence) else arrays
     plan = _plan_execution(trace, tuple(results))
-    elements = [arrays[plan.column_by_address_line[address]] for address in plan.per_element_address_lines]
+    elements = [arrays[plan.column_by_line[address]] for address in plan.per_element_address_lines]
     like = next(x for x in [*elements, *given.values()] if isinstance(x, torch.Tensor))
-    held = {k: arrays[column] for k, column in plan.column_by_address_line.items() if column in arrays}
+    held = {k: arrays[column] for k, column in plan.column_by_line.items() if column in arrays}
     run = _TraceInterpreter(trace, held, given, like, block)
     values = run.run_instructions(plan)
     for (address, bits, per_block), number in trace.stores.items():
@@ -88,7 +88,7 @@ def run_trace_on_tensors(
 class _ExecutionPlan(NamedTuple):
     """The order in which a trace runs, which is the same for all tensors."""
 
-    column_by_address_line: dict[int, int]  # of the addresses, by instruction
+    column_by_line: dict[int, int]  # of the addresses, by instruction
     per_element_address_lines: tuple[int, ...]  # of arrays with a value per element
     constant_by_line: dict[int, float]  # by instruction
     # The other instructions that are needed: number, operands, and the values that nothing needs afterwards.

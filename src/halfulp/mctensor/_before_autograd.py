@@ -23,7 +23,7 @@ from ._result_type import (
     find_result_type,
     has_plain_operand,
     is_plain_floating,
-    round_to_result_type,
+    make_result,
 )
 
 # Those whose operands must all have one dtype.
@@ -173,7 +173,7 @@ def _run_on_decoded_operands(operator: OpOverload, arguments: tuple, options: di
         return x.double() if is_plain_floating(x) else x
 
     wide = operator(*map(decode, arguments), **{name: decode(x) for name, x in options.items()})
-    return attach_autograd_history(wide, round_to_result_type((wide.detach(),), form))
+    return attach_autograd_history(wide, make_result((wide.detach(),), form))
 
 
 def _interpolate_in_float64(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:

@@ -30,8 +30,8 @@ from ._result_type import (
     encode_plain_operands,
     find_result_type,
     has_plain_operand,
-    round_to_result_type,
-    split_into_components,
+    make_result,
+    to_components,
 )
 from ._write import check_is_not_integer_tensor, write_value
 
@@ -81,7 +81,7 @@ def run_in_float64(
     results = operator(*arguments, **options)
     if form.is_scaled:
         results = tree_map(lambda x: clamp_written_outliers((x,), leaves)[0] if is_floating(x) else x, results)
-    return tree_map(lambda x: round_to_result_type((x,), form) if is_floating(x) else x, results)
+    return tree_map(lambda x: make_result((x,), form) if is_floating(x) else x, results)
 
 
 def _convert_to_float64(x: Any) -> Any:
@@ -200,7 +200,7 @@ def _write_results(operator: OpOverload, given: dict[str, Any], targets: list[An
             check_is_not_integer_tensor(target)
     for target, result in zip(targets, results):
         if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
-            wide = tuple(part.double() for part in split_into_components(result, target.device))
+            wide = tuple(part.double() for part in to_components(result, target.device))
             parts = clamp_written_outliers(wide, tree_leaves(given))
             write_value(target, result if parts is wide else wrap_components(parts, None, target._gradients))
         elif isinstance(target, MCTensor) or isinstance(result, MCTensor):

@@ -372,7 +372,7 @@ class MCTensor(CompositeTensor):
     def _list_plain_tensors(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
 
-    def _rebuild_from_plain_tensors(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
+    def _rebuild_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
         made = wrap_components(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)

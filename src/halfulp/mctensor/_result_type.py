@@ -99,7 +99,7 @@ def find_result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) 
     return ResultType(dtype, count, gradients, scaled, device, has_gradient)
 
 
-def split_into_components(x: Any, device: torch.device) -> Parts:
+def to_components(x: Any, device: torch.device) -> Parts:
     """Return any operand (an MCTensor, a plain tensor, a number) as components without a scale."""
     if isinstance(x, MCTensor):
         return x._parts if x._scale is None else convert_components_to_float64(x._parts, x._scale)
@@ -119,8 +119,7 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
     form = form or find_result_type(operands)
     if form.is_scaled and not wants_plain_result(form.gradients, form.has_gradient):
         given = [
-            (x._parts, x._scale) if isinstance(x, MCTensor) else (split_into_components(x, form.device), None)
-            for x in operands
+            (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
         ]
         if can_evaluate_scaled_operands(name, given):
             wide, sizes = evaluate_scaled_operands_in_float64(name, given, count_float64_components(form))
@@ -159,7 +158,7 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
         if narrow and not isinstance(x, Tensor):
             is_factor = name in ("mul", "div") or (name == "addcmul" and position > 0)
             parts = split_number_into_float32(x, device, is_factor)
-        found.append(parts or split_into_components(x, device))
+        found.append(parts or to_components(x, device))
     return found
 
 
@@ -175,7 +174,7 @@ def count_float64_components(form: ResultType) -> int:
     return 1 if form.fits_float64 else form.components
 
 
-def round_to_result_type(parts: Parts, form: ResultType) -> Tensor:
+def make_result(parts: Parts, form: ResultType) -> Tensor:
     """Make a result from non-overlapping components without a scale, of any dtype and number."""
     if wants_plain_result(form.gradients, form.has_gradient):
         return _round_to_components(parts, 1, form.dtype)[0]
@@ -198,7 +197,7 @@ def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps_nonzero:
 def convert_to_common_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
-    parts = [split_into_components(x, form.device) for x in operands]
+    parts = [to_components(x, form.device) for x in operands]
     if not form.is_scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
@@ -298,7 +297,7 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
     def encode_operand(x: Any) -> Any:
         if not is_plain_floating(x):
             return x
-        parts = split_into_components(x.detach(), form.device)
+        parts = to_components(x.detach(), form.device)
         if ranked and not x.dim():  # promotes nothing, and keeps all the digits of a float64
             made = wrap_components(renormalize(parts, form.components, torch.float64), None, form.gradients)
         elif form.is_scaled:

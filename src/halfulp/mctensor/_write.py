@@ -12,7 +12,7 @@ from ..arithmetic import Parts, renormalize
 from ..subclass._composite_tensor import list_plain_tensors, owns_all_memory
 from ._encode import HEADROOM_BINADES, choose_scale, divide_by_scale, find_largest_finite_magnitude
 from ._mctensor import MCTensor, decode_to_plain
-from ._result_type import ResultType, count_float64_components, split_into_components
+from ._result_type import ResultType, count_float64_components, to_components
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _RESCALED_BELOW_HEADROOM_BINADES = 8
@@ -82,7 +82,7 @@ def can_write_directly(x: MCTensor, operands: list[Parts]) -> bool:
 def write_value(x: Tensor, value: Any) -> Tensor:
     """Copy a value, a tensor of any kind or a number, into x."""
     if isinstance(x, MCTensor):
-        parts = split_into_components(value, x.device)
+        parts = to_components(value, x.device)
         return write_components(x, parts, lambda: parts[0])
     check_shape(x, value.shape)
     return x.copy_(convert_to_plain(value, x.dtype))
@@ -98,7 +98,7 @@ def convert_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
         raise TypeError(
             f"an MCTensor is real and {dtype} is not: torch.complex(x.decode(), zeros) makes one of its value"
         )
-    parts = split_into_components(torch.trunc(x), x.device)
+    parts = to_components(torch.trunc(x), x.device)
     if dtype in _DTYPES_WITHOUT_ADDITION:
         return sum(map(_reduce_modulo_64_bits, parts)).to(dtype)  # type: ignore[union-attr]  # int only of no parts
     first, *rest = parts

@@ -34,7 +34,7 @@ from ..rounding._device_functions import (
 from . import _powers_of_two as _powers
 
 SMALLEST_SCALE, LARGEST_SCALE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE
-HUGE_SCALE_THRESHOLD, MASK_SCALE_THRESHOLD = _powers.HUGE_SCALE_THRESHOLD, _powers.MASK_SCALE_THRESHOLD
+HUGE_SCALE, MASK_SCALE_THRESHOLD = _powers.HUGE_SCALE, _powers.MASK_SCALE_THRESHOLD
 INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
 LEAST_MANTISSA_ROUNDED_UP = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
@@ -104,7 +104,7 @@ def split_product_into_scale_and_factor(scales, number):
 
 def compute_rescaling_factor(scale: Any, other: Any) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
-    return take_smaller_number(take_larger_number(scale / other, SMALLEST_SCALE), HUGE_SCALE_THRESHOLD)
+    return take_smaller_number(take_larger_number(scale / other, SMALLEST_SCALE), HUGE_SCALE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.

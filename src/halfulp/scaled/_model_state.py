@@ -166,8 +166,7 @@ def payload_hook(
 
     scales = agree_on_scales(mine, find_largest, size, kind)
     payloads = [
-        _powers.multiply_by_power_of_two(x._payload, _powers.divide_scales(x._scale, scale))
-        for x, scale in zip(mine, scales)
+        _powers.multiply_by_power(x._payload, _powers.divide_scales(x._scale, scale)) for x, scale in zip(mine, scales)
     ]
     message = torch.cat([round_to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()

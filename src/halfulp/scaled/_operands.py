@@ -73,7 +73,7 @@ def wrap_fitted_payload(payload: Tensor, scale: Tensor, storage: torch.dtype, dt
     if 0.0 < amax.item() < lowest:
         power = _powers.round_to_power(amax)
     total, rest = _powers.multiply_scales(scale, power)
-    return wrap_rounded_payload(_powers.multiply_by_power_of_two(payload / power, rest), total, storage, dtype)
+    return wrap_rounded_payload(_powers.multiply_by_power(payload / power, rest), total, storage, dtype)
 
 
 def move_power_to_scale(
@@ -84,7 +84,7 @@ def move_power_to_scale(
         return wrap_payload(*fused.multiply_payload(payload, (scale, power), storage, "levelled"), dtype)
     total, rest = _powers.multiply_scales(scale, power)
     return wrap_fitted_payload(
-        _powers.multiply_by_power_of_two(payload.to(torch.float32) / power, rest), total, storage, dtype
+        _powers.multiply_by_power(payload.to(torch.float32) / power, rest), total, storage, dtype
     )
 
 
@@ -96,7 +96,7 @@ def bring_payload_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dty
     if over is not None and under is not None:
         return round_to_storage(_powers.multiply_without_overflow(get_float32_payload(x), over / under), storage)
     # At most 2^100, so that nothing but a product is to be computed.
-    factor = (x._scale / scale).clamp(_powers.SMALLEST_SCALE, _powers.HUGE_SCALE_THRESHOLD)
+    factor = (x._scale / scale).clamp(_powers.SMALLEST_SCALE, _powers.HUGE_SCALE)
     return round_to_storage(get_float32_payload(x) * factor, storage)
 
 
@@ -148,7 +148,7 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     value = float(x)
     scale = 1.0 if value else _powers.SCALE_OF_ZEROS
     if value and abs(value) < float("inf"):
-        scale = _powers.round_number_to_power_of_two(abs(value))
+        scale = _powers.round_number_to_power(abs(value))
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap_payload(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
@@ -167,16 +167,14 @@ def split_off_power_of_two(value: Any) -> tuple[Any, float]:
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
-    power = _powers.round_number_to_power_of_two(abs(value)) if value else _powers.SCALE_OF_ZEROS
+    power = _powers.round_number_to_power(abs(value)) if value else _powers.SCALE_OF_ZEROS
     return value / power, power
 
 
-# Masks write numbers of at most -LEAST_OUTLIER_MAGNITUDE for minus infinity: -1e9, the smallest of the dtype.
-LEAST_OUTLIER_MAGNITUDE = 2.0**24
+# Masks write numbers of at most -LEAST_OUTLIER for minus infinity: -1e9, the smallest of the dtype.
+LEAST_OUTLIER = 2.0**24
 # Narrower ranges hold less beside other numbers.
-LEAST_OUTLIER_MAGNITUDE_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER_MAGNITUDE) | {
-    torch.float8_e4m3fn: 2.0**12
-}
+LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
 
 
 def is_known_free_of_outliers(x: Tensor, outlier_magnitude: float, only_negative: bool = True) -> bool:
@@ -190,7 +188,7 @@ def is_known_free_of_outliers(x: Tensor, outlier_magnitude: float, only_negative
 def measure_scale_without_outliers(
     x: Tensor,
     storage: torch.dtype,
-    size: float = LEAST_OUTLIER_MAGNITUDE,
+    size: float = LEAST_OUTLIER,
     least: float = LEAST_OUTLIER_CLAMP_LIMIT,
     only_negative: bool = True,
     is_wide: bool = False,
@@ -209,7 +207,7 @@ def measure_scale_without_outliers(
     scale = measure_rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
-    top = _powers.HUGE_SCALE_THRESHOLD if is_wide else _powers.FLOAT32_MAX
+    top = _powers.HUGE_SCALE if is_wide else _powers.FLOAT32_MAX
     lowest = (amax / top).to(torch.float32)
     lowest = torch.where(amax >= size, lowest.clamp(min=least / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
@@ -269,16 +267,14 @@ def encode_ignoring_outliers(x: Any, like: ScaledTensor, factor: Any = 1.0, amon
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_least_outlier(storage, factor)
-    least = min(LEAST_OUTLIER_CLAMP_LIMIT * size / LEAST_OUTLIER_MAGNITUDE_BY_STORAGE[storage], size)
+    least = min(LEAST_OUTLIER_CLAMP_LIMIT * size / LEAST_OUTLIER_BY_STORAGE[storage], size)
     is_wide = storage in FULL_RANGE_STORAGES
     scale = measure_scale_without_outliers(x, storage, size, least, False, is_wide, among_zeros)
     made = encode_plain_tensor(x, torch.float32, scale)
-    if is_wide or is_known_free_of_outliers(x, _powers.HUGE_SCALE_THRESHOLD, only_negative=False):
+    if is_wide or is_known_free_of_outliers(x, _powers.HUGE_SCALE, only_negative=False):
         return made
     # Products of what saturates stay finite.
-    return wrap_payload(
-        _powers.clamp_finite_values(made._payload, _powers.HUGE_SCALE_THRESHOLD), made._scale, made.dtype
-    )
+    return wrap_payload(_powers.clamp_finite_values(made._payload, _powers.HUGE_SCALE), made._scale, made.dtype)
 
 
 def find_outliers(
@@ -303,7 +299,7 @@ def find_outliers(
 def _find_least_outlier(storage: torch.dtype, factor: Any) -> float:
     """Return from which magnitude on an element that a factor multiplies, among smaller ones, stands for infinity."""
     number = abs(float(factor)) if isinstance(factor, (int, float)) else 1.0
-    size = LEAST_OUTLIER_MAGNITUDE_BY_STORAGE[storage]
+    size = LEAST_OUTLIER_BY_STORAGE[storage]
     return min(size / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
 
 

@@ -19,7 +19,7 @@ POWER_ROUNDINGS = get_args(PowerRounding)
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # Scales from here on may belong to numbers that stand for infinity, such as a mask's 1e38.
-HUGE_SCALE_THRESHOLD = 2.0**100
+HUGE_SCALE = 2.0**100
 # From here on they do where numbers cannot be looked at: they lie next to float32's largest.
 MASK_SCALE_THRESHOLD = 2.0**126
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
@@ -52,10 +52,10 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
     return (bits & _EXPONENT_MASK).view(torch.float32)
 
 
-def round_number_to_power_of_two(value: float, rounding: PowerRounding = "nearest") -> float:
+def round_number_to_power(value: float, rounding: PowerRounding = "nearest") -> float:
     """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> round_number_to_power_of_two(0.95), round_number_to_power_of_two(0.95, "down")
+    >>> round_number_to_power(0.95), round_number_to_power(0.95, "down")
     (1.0, 0.5)
     """
     if not value > SMALLEST_SCALE:
@@ -137,8 +137,8 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
 def find_least_scale_beside_mask(storage: torch.dtype) -> float:
     """Return the least scale under which a storage holds what a mask's numbers may saturate to."""
     # Where numbers cannot be looked at, payloads are multiplied by 2^100 at most.
-    largest = min(torch.finfo(storage).max, HUGE_SCALE_THRESHOLD)
-    return round_number_to_power_of_two(LEAST_OUTLIER_CLAMP_LIMIT / largest, "up")
+    largest = min(torch.finfo(storage).max, HUGE_SCALE)
+    return round_number_to_power(LEAST_OUTLIER_CLAMP_LIMIT / largest, "up")
 
 
 def choose_common_scale_value(values: Sequence[float], are_masks: Sequence[bool], least: float) -> float:
@@ -172,8 +172,8 @@ def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
 
 def multiply_without_overflow(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
-    moved = multiply_by_power_of_two(payload, factor)
-    return moved if factor <= HUGE_SCALE_THRESHOLD else clamp_finite_values(moved, FLOAT32_MAX, payload)
+    moved = multiply_by_power(payload, factor)
+    return moved if factor <= HUGE_SCALE else clamp_finite_values(moved, FLOAT32_MAX, payload)
 
 
 def clamp_finite_values(values: Tensor, largest: Any, origin: Tensor | None = None) -> Tensor:
@@ -181,7 +181,7 @@ def clamp_finite_values(values: Tensor, largest: Any, origin: Tensor | None = No
     return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
 
 
-def multiply_by_power_of_two(payload: Tensor, factor: Tensor | float) -> Tensor:
+def multiply_by_power(payload: Tensor, factor: Tensor | float) -> Tensor:
     """Return a float32 payload times a power of two: exact within float32's range."""
     if isinstance(factor, Tensor):
         return payload * factor

@@ -238,7 +238,7 @@ class ScaledTensor(CompositeTensor):
     def _list_plain_tensors(self) -> list[Tensor]:
         return [self._payload, self._scale]
 
-    def _rebuild_from_plain_tensors(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+    def _rebuild_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
         return wrap_payload(payload, scale, self.dtype, self._home, requires_grad)
 
@@ -364,7 +364,7 @@ def decode_if_scaled(x: Any) -> Any:
 
 def move_to_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
-    payload = _powers.multiply_by_power_of_two(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
+    payload = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return wrap_payload(round_to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
@@ -387,9 +387,7 @@ def convert_storage_and_dtype(
     payload = get_float32_payload(x)
     level = measure_rms_scale(payload, storage)
     scale, rest = _powers.multiply_scales(x._scale, level)
-    return wrap_payload(
-        round_to_storage(_powers.multiply_by_power_of_two(payload / level, rest), storage), scale, dtype, home
-    )
+    return wrap_payload(round_to_storage(_powers.multiply_by_power(payload / level, rest), storage), scale, dtype, home)
 
 
 class _ConvertTensor(torch.autograd.Function):
@@ -452,7 +450,7 @@ def _check_payload_range(x: Tensor, payload: Tensor, storage: torch.dtype, scale
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
         is_beyond = amax / largest > _powers.LARGEST_SCALE
-        power = _powers.round_number_to_power_of_two(amax / largest, "up")
+        power = _powers.round_number_to_power(amax / largest, "up")
         remedy = "it is beyond what any scale holds" if is_beyond else f"give scale={power:g} or more, or None"
         raise ValueError(
             f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: {remedy}"
@@ -553,7 +551,7 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
         scaled = scaled if value == 1.0 else scaled.mul_(value)
     else:
         scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
-    if value is not None and value >= _powers.HUGE_SCALE_THRESHOLD and wide == torch.float32:
+    if value is not None and value >= _powers.HUGE_SCALE and wide == torch.float32:
         # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
         scaled = _powers.clamp_finite_values(scaled, _powers.FLOAT32_MAX, x._payload.to(wide))
     return scaled if dtype == wide else scaled.to(dtype)
@@ -592,4 +590,4 @@ def _measure_rms_scale_quickly(values: Tensor) -> float | None:
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORM_RANGE[0] < norm < _ORDINARY_NORM_RANGE[1]:  # zeros, infinities, NaN, squares out of range
         return None
-    return _powers.round_number_to_power_of_two(norm / max(int(values.count_nonzero()), 1) ** 0.5)
+    return _powers.round_number_to_power(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -49,7 +49,7 @@ class CompositeTensor(torch.Tensor):
         """Return the plain tensors."""
         raise NotImplementedError
 
-    def _rebuild_from_plain_tensors(self, inner: list[Tensor], requires_grad: bool) -> Self:
+    def _rebuild_like(self, inner: list[Tensor], requires_grad: bool) -> Self:
         """Return a leaf made of other plain tensors, otherwise like this one."""
         raise NotImplementedError
 
@@ -110,9 +110,7 @@ class CompositeTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
         with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
-            made = self._rebuild_from_plain_tensors(
-                [deepcopy(part, memo) for part in self._list_plain_tensors()], self.requires_grad
-            )
+            made = self._rebuild_like([deepcopy(part, memo) for part in self._list_plain_tensors()], self.requires_grad)
         memo[id(self)] = made
         own = self._value_attributes
         made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})

@@ -87,7 +87,7 @@ class PointerTableLoop(VectorBuilder):
         self.constant_inputs = [
             (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
         ]
-        self.column_by_address_line = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
+        self.column_by_line = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
         self.loads = [ArrayKey(operands[0], *extra) for name, operands, extra in lines if name == "load"]
         self.stores = {ArrayKey(*key): number for key, number in self.trace.stores.items()}
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
@@ -113,9 +113,7 @@ class PointerTableLoop(VectorBuilder):
         }
         # A row per block, where as many blocks are computed at once as a vector has lanes.
         in_rows = self.phases.largest_lines if table.block_size and self.blocks_at_once == self.lanes else []
-        self.lane_maxima_buffers = {
-            line: self.allocate_stack(self.i32, self.blocks_at_once * self.lanes) for line in in_rows
-        }
+        self.lane_maxima = {line: self.allocate_stack(self.i32, self.blocks_at_once * self.lanes) for line in in_rows}
 
     def write_kernel(self, first, last, chunks, pointers, rows, constants, keys, sums) -> None:
         """Write the loop over chunks."""
@@ -124,9 +122,7 @@ class PointerTableLoop(VectorBuilder):
             at = b.mul(c, self.int64(CHUNK_FIELD_COUNT))
             row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_FIELD_COUNT))
             pointer = b.mul(row, self.int64(table.column_count))
-            used = {
-                self.column_by_address_line[address] for address, *_ in [*self.arrays, *self.trace.counter_additions]
-            }
+            used = {self.column_by_line[address] for address, *_ in [*self.arrays, *self.trace.counter_additions]}
             self.address_by_column = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
             if self.constant_inputs:
                 size = int(self.constant_inputs[0][1][1:]) // 8
@@ -178,7 +174,7 @@ class PointerTableLoop(VectorBuilder):
         held = {array: b.ptrtoint(self.padded_copies[array], self.i64) for array in self.arrays}
         bases = {
             array: b.add(
-                self.address_by_column[self.column_by_address_line[array.address_line]],
+                self.address_by_column[self.column_by_line[array.address_line]],
                 b.mul(begin, self.int64(array.bits // 8)),
             )
             for array in self.arrays
@@ -301,9 +297,7 @@ class PointerTableLoop(VectorBuilder):
         for array in self.arrays:
             address, bits, per_block = array
             place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, b.mul(number, block))
-            bases[array] = b.add(
-                self.address_by_column[self.column_by_address_line[address]], self.count_bytes(place, bits)
-            )
+            bases[array] = b.add(self.address_by_column[self.column_by_line[address]], self.count_bytes(place, bits))
         return bases
 
     def copy_with_padding(self, bases: dict, size) -> None:
@@ -339,8 +333,8 @@ class PointerTableLoop(VectorBuilder):
         with self.loop(self.int64(0), several, 1, totals) as k:
             largest = self.write_loop_finding_largest(at(k), first, k, size, totals)
             for line, words in zip(phases.largest_lines, largest):
-                if self.lane_maxima_buffers:
-                    row = b.gep(self.lane_maxima_buffers[line], [b.mul(k, self.int64(self.lanes))])
+                if self.lane_maxima:
+                    row = b.gep(self.lane_maxima[line], [b.mul(k, self.int64(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
                     b.store(self.reduce_lanes("umax", words), b.gep(self.block_result_buffers[line], [k]), align=4)
@@ -400,7 +394,7 @@ class PointerTableLoop(VectorBuilder):
             if not self.copies_blocks:
                 self.prefetch_arrays(bases, i)
 
-            def write_remaining_instructions(known) -> list:
+            def write_remaining(known) -> list:
                 values = self.compute_vectors(*turn, known, phases.first_loop_lines)
                 self.store_results(values, stores, bases, i)
                 sums = carried[:kept]
@@ -415,18 +409,18 @@ class PointerTableLoop(VectorBuilder):
                         largest[n] = self.accumulate_total("max", largest[n], computed[self.trace.lines[line][1][0]])
                 return sums + largest
 
-            carried[:] = self.write_with_rare_case_branch(turn, write_remaining_instructions)
+            carried[:] = self.write_with_rare_case_branch(turn, write_remaining)
         totals[:] = carried[:kept]
         return carried[kept:]
 
-    def write_with_rare_case_branch(self, turn: tuple[dict, Any], write_remaining_instructions: Callable) -> list:
+    def write_with_rare_case_branch(self, turn: tuple[dict, Any], write_remaining: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
 
-        `write_remaining_instructions` takes what is known of each vector and returns the values that the loop carries.
+        `write_remaining` takes what is known of each vector and returns the values that the loop carries.
         """
         b, rare = self.b, sorted(self.trace.rare_masks & self.phases.first_loop_lines)
         if not rare:
-            return write_remaining_instructions(None)
+            return write_remaining(None)
         needed = find_dependencies(self.trace, rare)
         values = self.compute_vectors(*turn, None, needed)
         bits = self.ir.IntType(self.lanes)
@@ -437,7 +431,7 @@ class PointerTableLoop(VectorBuilder):
         with b.if_else(b.icmp_unsigned("!=", found, self.ir.Constant(bits, 0)), likely=False) as cases:
             for case, masked in zip(cases, ({}, never)):
                 with case:
-                    ways.append((write_remaining_instructions([half | masked for half in known]), b.block))
+                    ways.append((write_remaining([half | masked for half in known]), b.block))
         merged = []
         for pair in zip(*[results for results, _ in ways]):
             phi = b.phi(pair[0].type)
@@ -449,12 +443,8 @@ class PointerTableLoop(VectorBuilder):
     def compute_block_results(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
         b, phases, writer = self.b, self.phases, InstructionWriter(self.b, self.trace, self.blocks_at_once)
-        for line in self.lane_maxima_buffers:
-            b.store(
-                self.find_largest_of_rows(self.lane_maxima_buffers[line]),
-                self.make_block_result_pointer(line),
-                align=4,
-            )
+        for line in self.lane_maxima:
+            b.store(self.find_largest_of_rows(self.lane_maxima[line]), self.make_block_result_pointer(line), align=4)
         known = {line: b.load(self.make_block_result_pointer(line), align=4) for line in phases.largest_lines}
         given = {name: self.splat(scalar, self.blocks_at_once) for name, scalar in self.scalar_inputs.items()}
         computed = writer.write_instructions(given, known, phases.uniform_lines)
@@ -595,7 +585,7 @@ class PointerTableLoop(VectorBuilder):
         """
         b = self.b
         for address, place, word, copy_stride in self.trace.counter_additions:
-            to = self.b.inttoptr(self.address_by_column[self.column_by_address_line[address]], self.i64.as_pointer())
+            to = self.b.inttoptr(self.address_by_column[self.column_by_line[address]], self.i64.as_pointer())
             constant = self.trace.lines[word][2][0] if self.trace.lines[word][0] == "word" else None
             held = []
             for k in (place,) if constant is not None else (place, word):

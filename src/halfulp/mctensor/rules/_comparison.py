@@ -18,16 +18,16 @@ from .._result_type import (
     ResultType,
     convert_to_common_components,
     find_result_type,
-    round_to_result_type,
+    make_result,
     run_pointwise_function,
-    split_into_components,
+    to_components,
 )
 
 
 def compare_three_way(a: Any, b: Any) -> Tensor:
     """Return the sign of a - b as int8, 2 where either is NaN."""
     device = a.device if isinstance(a, Tensor) else b.device
-    return compare(split_into_components(a, device), split_into_components(b, device))
+    return compare(to_components(a, device), to_components(b, device))
 
 
 _ORDER_TEST_BY_NAME = {
@@ -157,9 +157,7 @@ def relu(x: MCTensor) -> Tensor:
     return map_components(x, lambda part: part.masked_fill(negative, 0))
 
 
-implements(aten.sign.default, aten.sgn.default)(
-    lambda x: round_to_result_type((x._parts[0].sign(),), find_result_type((x,)))
-)
+implements(aten.sign.default, aten.sgn.default)(lambda x: make_result((x._parts[0].sign(),), find_result_type((x,))))
 implements(aten.threshold_backward.default)(
     lambda gradient, x, threshold: select_elements(
         compare_three_way(x, threshold) <= 0, 0.0, gradient, find_result_type((gradient, x))
@@ -181,18 +179,18 @@ def _floor_components(parts: Parts) -> Parts:
 @implements(aten.floor.default)
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
-    parts = split_into_components(x, x.device)
-    return round_to_result_type(_sum_integers(_floor_components(parts), parts[0]), find_result_type((x,)))
+    parts = to_components(x, x.device)
+    return make_result(_sum_integers(_floor_components(parts), parts[0]), find_result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
-    whole = _floor_components(tuple(torch.where(negative, -part, part) for part in split_into_components(x, x.device)))
+    whole = _floor_components(tuple(torch.where(negative, -part, part) for part in to_components(x, x.device)))
     return _sum_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 implements(aten.ceil.default)(lambda x: -floor(-x))
-implements(aten.trunc.default)(lambda x: round_to_result_type(_truncate_components(x), find_result_type((x,))))
+implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), find_result_type((x,))))
 implements(aten.frac.default)(
     lambda x: run_pointwise_function(
         "sub", x, wrap_components(_truncate_components(x), None, COMPONENTS_GRADIENTS_MODE), form=find_result_type((x,))

@@ -17,7 +17,7 @@ from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_result_from
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import ResultType, find_result_type, round_to_result_type, split_into_components
+from .._result_type import ResultType, find_result_type, make_result, to_components
 from .._write import convert_to_plain, copy_collective_result, write_value
 from ._comparison import apply_per_component, map_components
 
@@ -49,14 +49,14 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
         x = wrap_components(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
     if dtype is None or dtype == x.dtype:
         return clone(x, memory_format=memory_format)
-    parts = split_into_components(x, x.device)
+    parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
         scale = choose_scale(
             find_largest_finite_magnitude(wide[0].where(wide[0].abs() < _FLOAT16_OVERFLOW_THRESHOLD, 0.0)), dtype
         )
         return wrap_components(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
-    return round_to_result_type(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
+    return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
 
 implements(aten._local_scalar_dense.default)(lambda x: decode_to_plain(x, torch.float64).item())
@@ -98,7 +98,7 @@ def make_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any
     first = operator(x._parts[0], *arguments, **options)
     form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
     if operator in _RANDOM_LIKE_OPERATORS:
-        return round_to_result_type((first,), form)
+        return make_result((first,), form)
     rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
     scale = torch.ones((), dtype=torch.float32, device=first.device) if form.is_scaled else None
     filled = wrap_components((first, *rest), scale, x._gradients)

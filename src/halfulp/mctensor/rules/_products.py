@@ -34,10 +34,10 @@ from .._result_type import (
     choose_working_components_and_dtype,
     find_result_type,
     keep_component_gradients,
+    make_result,
     need_no_conversion,
-    round_to_result_type,
     run_pointwise_function,
-    split_into_components,
+    to_components,
 )
 
 
@@ -45,8 +45,8 @@ def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     """Return a @ b as a result of a type; batch dimensions are broadcast."""
     if form.is_scaled or _has_scale(a) or _has_scale(b):
         return _multiply_scaled(a, b, form)
-    left, right = split_into_components(a, form.device), split_into_components(b, form.device)
-    return round_to_result_type(arithmetic.matmul(left, right, *choose_working_components_and_dtype(form)), form)
+    left, right = to_components(a, form.device), to_components(b, form.device)
+    return make_result(arithmetic.matmul(left, right, *choose_working_components_and_dtype(form)), form)
 
 
 def _has_scale(x: Any) -> bool:
@@ -55,7 +55,7 @@ def _has_scale(x: Any) -> bool:
 
 def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     """Multiply payloads, and the result by both scales."""
-    left, right = (x._parts if isinstance(x, MCTensor) else split_into_components(x, form.device) for x in (a, b))
+    left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
     is_short = form.is_scaled and form.components <= 2 and not wants_plain_result(form.gradients, form.has_gradient)
@@ -67,9 +67,7 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
         call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_product_operator
         *parts, scale = call(flat, len(left), scales, form.components)
         return wrap_components(tuple(parts), scale, form.gradients)
-    return round_to_result_type(
-        _multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form
-    )
+    return make_result(_multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form)
 
 
 def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count: int) -> Parts:
@@ -188,11 +186,11 @@ def grouped_mm(
 
 def _run_matrix_function(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
-    parts = [split_into_components(x, form.device) for x in operands]
+    parts = [to_components(x, form.device) for x in operands]
     results = function(*parts, *choose_working_components_and_dtype(form))
     if isinstance(results[0], Tensor):
-        return round_to_result_type(results, form)
-    return tuple(round_to_result_type(result, form) for result in results)
+        return make_result(results, form)
+    return tuple(make_result(result, form) for result in results)
 
 
 def _factorize_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
@@ -247,7 +245,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     upper = factors.triu()
     if adjoint:
         x: Any = _solve_system(lower.mT, _solve_system(upper.mT, b, True, whole), True, whole)
-        return round_to_result_type(split_into_components(permutation @ keep_component_gradients(x), form.device), form)
+        return make_result(to_components(permutation @ keep_component_gradients(x), form.device), form)
     return _solve_system(upper, _solve_system(lower, permutation.mT @ b, True, whole), True, form)
 
 

@@ -27,9 +27,9 @@ from .._result_type import (
     count_float64_components,
     encode_plain_operands,
     find_result_type,
-    round_to_result_type,
+    make_result,
     run_pointwise_function,
-    split_into_components,
+    to_components,
 )
 from ._memory import insert_elements
 
@@ -41,12 +41,12 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
     form = find_result_type((x,), dtype=dtype)
-    parts = split_into_components(x, form.device)
+    parts = to_components(x, form.device)
     if not x.dim():
-        return round_to_result_type(tuple(part.clone() for part in parts), form)
+        return make_result(tuple(part.clone() for part in parts), form)
     is_plain = wants_plain_result(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
     count = 1 if is_plain else _count_working_components(form, parts)
-    return round_to_result_type(function(parts, dim, count, keepdim), form)
+    return make_result(function(parts, dim, count, keepdim), form)
 
 
 def _count_working_components(form: ResultType, parts: Parts) -> int:
@@ -76,10 +76,10 @@ implements(aten.nansum.default)(
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running sums."""
     form = find_result_type((x,), dtype=dtype)
-    parts = split_into_components(x, form.device)
+    parts = to_components(x, form.device)
     if not x.dim() or not x.numel():
-        return round_to_result_type(tuple(part.clone() for part in parts), form)
-    return round_to_result_type(arithmetic.running_sum(parts, dim, _count_working_components(form, parts)), form)
+        return make_result(tuple(part.clone() for part in parts), form)
+    return make_result(arithmetic.running_sum(parts, dim, _count_working_components(form, parts)), form)
 
 
 @implements(aten.linalg_vector_norm.default)

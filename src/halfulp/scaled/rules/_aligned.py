@@ -48,9 +48,9 @@ def move_power_of_factor_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tu
     x = encode_ignoring_outliers(x, like, factor)
     if factor == 1:
         return x, 1.0
-    power = _powers.round_number_to_power_of_two(abs(float(factor))) if factor else 1.0
+    power = _powers.round_number_to_power(abs(float(factor))) if factor else 1.0
     scale, rest = _powers.multiply_scales(x._scale, power)
-    wide = wrap_payload(_powers.multiply_by_power_of_two(get_float32_payload(x), rest), scale, x.dtype)
+    wide = wrap_payload(_powers.multiply_by_power(get_float32_payload(x), rest), scale, x.dtype)
     return wide, float(factor) / power
 
 
@@ -184,14 +184,11 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
         lowered = x
         sizes = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
         if len(sizes) == 2 and 0 < max(sizes) < float("inf"):  # no result needs more than the larger bound's power
-            limit = torch.full_like(x._scale, _powers.round_number_to_power_of_two(max(sizes)))
+            limit = torch.full_like(x._scale, _powers.round_number_to_power(max(sizes)))
             lowered = wrap_payload(x._payload, torch.minimum(x._scale, limit), x.dtype)
         bounds, scale = align_constants(lowered, *given[1:], makes_room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
-        payloads = [
-            _powers.multiply_by_power_of_two(get_float32_payload(x), _powers.divide_scales(x._scale, scale)),
-            *bounds,
-        ]
+        payloads = [_powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale)), *bounds]
     values = payloads.pop(0)
     limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
     return make_scaled_results(torch.clamp(values, *limits), [scale], given)
@@ -205,7 +202,7 @@ implements(aten.hardtanh.default, family="gated")(lambda x, low=-1, high=1: clam
 def apply_to_payload_and_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
     """Return op(payload, payload of a constant) under x's scale."""
     (payload,), scale = align_constants(x, value)
-    own = _powers.multiply_by_power_of_two(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
+    own = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return make_scaled_results(operator(own, payload), [scale], [x])
 
 

@@ -52,7 +52,7 @@ def agree_on_scales(
 def _make_payload_under_agreed_scale(x: ScaledTensor, group: str, terms: int = 1) -> tuple[Tensor, Tensor]:
     """Return a scale that all ranks agree on, and the payload to send under it."""
     scale = agree_on_scales([x], lambda numbers: run_collective_and_wait("all_reduce", numbers, "max", group), terms)[0]
-    payload = _powers.multiply_by_power_of_two(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
+    payload = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return scale, round_to_storage(payload, choose_wire_storage(x)).contiguous()
 
 

@@ -27,10 +27,10 @@ from ._vocabulary import (
     align_with_constants,
     decode_to_float32,
     encode_results,
-    is_marked_filled_with_large_number,
+    is_marked_large_fill,
     is_number_or_0d_tensor,
     make_scaled_results,
-    mark_filled_with_large_number,
+    mark_large_fill,
 )
 
 
@@ -42,7 +42,7 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros, so that it decides no other scale.
     power = (
-        _powers.round_number_to_power_of_two(abs(value))
+        _powers.round_number_to_power(abs(value))
         if value and finite
         else (1.0 if value != value else _powers.SCALE_OF_ZEROS)
     )
@@ -52,7 +52,7 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     made = wrap_payload(payload, scale, plain.dtype)
-    return mark_filled_with_large_number(made) if finite and abs(value) >= LEAST_LARGE_CONSTANT else made
+    return mark_large_fill(made) if finite and abs(value) >= LEAST_LARGE_CONSTANT else made
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
@@ -149,7 +149,7 @@ def to_copy(
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
     made = wrap_payload(payload, scale, dtype or x.dtype)
-    return mark_filled_with_large_number(made) if is_marked_filled_with_large_number(x) else made
+    return mark_large_fill(made) if is_marked_large_fill(x) else made
 
 
 @implements(aten._local_scalar_dense.default, family="pass-through")

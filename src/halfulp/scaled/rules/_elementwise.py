@@ -40,7 +40,7 @@ def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
         scale = _powers.take_largest_scale(scale, needed)
-    payload = _powers.multiply_by_power_of_two(values, _powers.divide_scales(make_unit_scale(values), scale))
+    payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
     return wrap_rounded_payload(payload, scale.clone(), storage, x.dtype)
 
 
@@ -62,7 +62,7 @@ def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
 def take_root(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2); likewise 1 / sqrt(p) under 1 / sqrt(s)."""
     scale, under = take_root_of_scale(x._scale)
-    payload = operator(_powers.multiply_by_power_of_two(get_float32_payload(x), under))
+    payload = operator(_powers.multiply_by_power(get_float32_payload(x), under))
     scale = scale if operator is aten.sqrt.default else 1.0 / scale
     return wrap_rounded_payload(payload, scale, x._payload.dtype, x.dtype)
 

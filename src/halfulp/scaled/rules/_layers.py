@@ -46,7 +46,7 @@ def _encode_norm_statistics(
     x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor
 ) -> tuple[Any, ScaledTensor]:
     """Return a mean under x's scale s, and a reciprocal deviation under 1 / s or the smaller root of 1 / eps."""
-    largest = _powers.round_number_to_power_of_two(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
+    largest = _powers.round_number_to_power(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
     scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
     held = None if mean is None else encode_under_scale(mean, x._scale, torch.float32, torch.float32)
     return held, encode_under_scale(deviation, scale, torch.float32, torch.float32)

@@ -396,11 +396,9 @@ def convolution(
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
         bias = encode_ignoring_outliers(bias, like)
         scale = _powers.take_largest_scale(scale, bias._scale)
-        start = _powers.multiply_by_power_of_two(
-            get_float32_payload(bias), divide_scale_product(bias._scale, scale=scale)
-        )
+        start = _powers.multiply_by_power(get_float32_payload(bias), divide_scale_product(bias._scale, scale=scale))
     # All powers of two go into the weight and the bias, so that the result is written once.
-    kernel = _powers.multiply_by_power_of_two(
+    kernel = _powers.multiply_by_power(
         get_float32_payload(weight), divide_scale_product(x._scale, weight._scale, scale=scale)
     )
     values = aten.convolution.default(

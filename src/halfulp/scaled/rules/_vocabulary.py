@@ -34,8 +34,8 @@ from ...subclass._rule_table import find_outlier_mask
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
-    LEAST_OUTLIER_MAGNITUDE,
-    LEAST_OUTLIER_MAGNITUDE_BY_STORAGE,
+    LEAST_OUTLIER,
+    LEAST_OUTLIER_BY_STORAGE,
     bring_payload_under_scale,
     choose_product_storage,
     choose_storage,
@@ -83,14 +83,14 @@ def wrap_rule_payload(y: Any, scale: Tensor, rest: Tensor | float, storage: torc
     """Return a float32 payload under a scale as a scaled tensor, and what is no float unchanged."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
-    y = _powers.multiply_by_power_of_two(y, rest)
+    y = _powers.multiply_by_power(y, rest)
     value = _powers.read_scale(scale)
     if value is not None and not 1 / _LARGEST_ORDINARY_SCALE <= value <= _LARGEST_ORDINARY_SCALE and y.numel():
         # Iterations that multiply scales would leave float32's range.
         amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
         power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
         scale, rest = _powers.multiply_scales(scale, power)
-        y = _powers.multiply_by_power_of_two(y / power, rest)
+        y = _powers.multiply_by_power(y / power, rest)
     return wrap_fitted_payload(y, scale, storage, dtype)
 
 
@@ -163,15 +163,11 @@ def _choose_common_scale(
     least = _powers.find_least_scale_beside_mask(storage)
     if None not in values:
         chosen = max(values)
-        if chosen >= _powers.HUGE_SCALE_THRESHOLD:
-            are_masks = [
-                value >= _powers.HUGE_SCALE_THRESHOLD and _holds_mask(x, value) for x, value in zip(tensors, values)
-            ]
+        if chosen >= _powers.HUGE_SCALE:
+            are_masks = [value >= _powers.HUGE_SCALE and _holds_mask(x, value) for x, value in zip(tensors, values)]
             chosen = _powers.choose_common_scale_value(values, are_masks, least)
         return torch.tensor(chosen, dtype=torch.float32, device="cpu"), chosen, values
-    limits = [
-        _powers.MASK_SCALE_THRESHOLD if isinstance(x, ScaledTensor) else _powers.HUGE_SCALE_THRESHOLD for x in given
-    ]
+    limits = [_powers.MASK_SCALE_THRESHOLD if isinstance(x, ScaledTensor) else _powers.HUGE_SCALE for x in given]
     return _powers.choose_common_scale([x._scale for x in tensors], limits, least), None, values
 
 
@@ -180,7 +176,7 @@ def _holds_mask(x: ScaledTensor, scale: float) -> bool:
     payload = get_float32_payload(x)
     if not _powers.has_readable_values(payload):
         return scale >= _powers.MASK_SCALE_THRESHOLD
-    large = find_outlier_mask(payload, LEAST_OUTLIER_MAGNITUDE / scale)
+    large = find_outlier_mask(payload, LEAST_OUTLIER / scale)
     is_smaller = payload.isfinite() & ~large
     return bool(large.any() & is_smaller.any() & ~(large & (payload > 0)).any())
 
@@ -188,14 +184,14 @@ def _holds_mask(x: ScaledTensor, scale: float) -> bool:
 def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: torch.dtype) -> Tensor:
     """Clamp an operand's outliers, which stand for infinity, to the storage's range."""
     if isinstance(given, ScaledTensor):
-        if scale is None or scale < _powers.HUGE_SCALE_THRESHOLD:
+        if scale is None or scale < _powers.HUGE_SCALE:
             return payload
     elif not isinstance(given, Tensor) or not given.dim():
         return payload
     largest = torch.finfo(storage).max
     if storage in FULL_RANGE_STORAGES or (_powers.has_readable_values(payload) and not (payload.abs() > largest).any()):
         return payload
-    is_outlier = (decode_to_float32(given) <= -LEAST_OUTLIER_MAGNITUDE) & (payload.abs() > largest) & payload.isfinite()
+    is_outlier = (decode_to_float32(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
     return torch.where(is_outlier, payload.sign() * largest, payload)
 
 
@@ -247,24 +243,22 @@ def _is_uniform_large_mask(x: ScaledTensor, given: Any) -> bool:
     # it made is known where numbers cannot be read; others count as data there.
     scale = _powers.read_scale(x._scale)
     if scale is None or not _powers.has_readable_values(x._payload):
-        return is_marked_filled_with_large_number(x) and x.numel() > 0
+        return is_marked_large_fill(x) and x.numel() > 0
     if scale < LEAST_LARGE_CONSTANT / 2**16 or not x.numel():
         return False
     low, high = (bound.item() * scale for bound in torch.aminmax(get_float32_payload(x)))
-    is_mask = (
-        not isinstance(given, ScaledTensor) or is_marked_filled_with_large_number(x) or (low < 0 and x.numel() > 1)
-    )
+    is_mask = not isinstance(given, ScaledTensor) or is_marked_large_fill(x) or (low < 0 and x.numel() > 1)
     return is_mask and low == high and abs(low) >= LEAST_LARGE_CONSTANT
 
 
-def mark_filled_with_large_number(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
+def mark_large_fill(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
     """Note that x holds one large number everywhere, until it or what it is to be a view of is written; return it."""
     counted = x if base is None else base
     x._large_fill_version = None if counted.is_inference() else counted._version
     return x
 
 
-def is_marked_filled_with_large_number(x: ScaledTensor) -> bool:
+def is_marked_large_fill(x: ScaledTensor) -> bool:
     """Return whether x holds one large number everywhere, as `full_like` made it or what it is a view or copy of."""
     return x._large_fill_version is not None and not x.is_inference() and x._large_fill_version == x._version
 
@@ -299,7 +293,7 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = get_float32_payload(constant)
     largest = torch.finfo(storage).max
-    moved = _powers.multiply_by_power_of_two(payload, _powers.divide_scales(constant._scale, scale))
+    moved = _powers.multiply_by_power(payload, _powers.divide_scales(constant._scale, scale))
     moved = moved.clamp(-_powers.FLOAT32_MAX, _powers.FLOAT32_MAX)
     if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
         held = (largest / scale).clamp(max=largest)
@@ -317,7 +311,7 @@ def align_constants(x: ScaledTensor, *constants: Any, makes_room: bool = True) -
         numbers = [float(c) for c in constants]
         needed = [_find_scale_for_number(c, storage) for c in numbers] if makes_room else []
         if own == _powers.SCALE_OF_ZEROS:
-            powers = {c: _powers.round_number_to_power_of_two(abs(c)) for c in numbers if c and math.isfinite(c)}
+            powers = {c: _powers.round_number_to_power(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [
                 p if p < LEAST_LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage))
                 for c, p in powers.items()
@@ -338,7 +332,7 @@ def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     if not 0 < size < math.inf:
         return _powers.SCALE_OF_ZEROS
     needed = LEAST_OUTLIER_CLAMP_LIMIT if size >= _get_constant_outlier_threshold(storage) else size
-    return _powers.round_number_to_power_of_two(needed / torch.finfo(storage).max, "up")
+    return _powers.round_number_to_power(needed / torch.finfo(storage).max, "up")
 
 
 def _make_number_payload(constant: float, scale: float, storage: torch.dtype) -> float:
@@ -355,9 +349,7 @@ def _make_number_payload(constant: float, scale: float, storage: torch.dtype) ->
 
 def _get_constant_outlier_threshold(storage: torch.dtype) -> float:
     """Return the magnitude from which on a constant stands for infinity: the scale for it would flush others to 0."""
-    return (
-        _powers.HUGE_SCALE_THRESHOLD if storage in FULL_RANGE_STORAGES else LEAST_OUTLIER_MAGNITUDE_BY_STORAGE[storage]
-    )
+    return _powers.HUGE_SCALE if storage in FULL_RANGE_STORAGES else LEAST_OUTLIER_BY_STORAGE[storage]
 
 
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
@@ -372,11 +364,9 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
     @implements_each(*operators, family=family)
     def move(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
-        if is_marked_filled_with_large_number(x):
+        if is_marked_large_fill(x):
             base = x if operator.is_view else None
-            return map_tree(
-                lambda p: mark_filled_with_large_number(p, base), move_payload(operator, x, *arguments, **options)
-            )
+            return map_tree(lambda p: mark_large_fill(p, base), move_payload(operator, x, *arguments, **options))
         return move_payload(operator, x, *arguments, **options)
 
     def move_payload(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
