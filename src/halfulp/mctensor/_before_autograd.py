@@ -20,10 +20,10 @@ from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_DISPATCH_KEY_NAME, MCTensor, at
 from ._result_type import (
     ResultType,
     encode_plain_operands,
-    find_result_type,
     has_plain_operand,
     is_plain_floating,
     make_result,
+    result_type,
 )
 
 # Those whose operands must all have one dtype.
@@ -39,7 +39,7 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
     if len({x.dtype for x in tensors}) <= 1 or not any(isinstance(x, MCTensor) for x in tensors):
         return arguments, options
-    form = find_result_type(tensors)
+    form = result_type(tensors)
 
     def promote(x: Any) -> Any:
         if isinstance(x, MCTensor):
@@ -56,7 +56,7 @@ def _encode_operands_of_mctensors(arguments: tuple, options: dict) -> tuple[tupl
         return None
     if not has_plain_operand(arguments, options):
         return arguments, options
-    return encode_plain_operands((arguments, options), find_result_type(leaves), with_gradients=True)
+    return encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
 
 
 def _run_steps_on_encoded_operands(steps: Callable, *arguments: Any, **options: Any) -> Any:
@@ -178,7 +178,7 @@ def _run_on_decoded_operands(operator: OpOverload, arguments: tuple, options: di
 
 def _interpolate_in_float64(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
     """Interpolate in float64, counted: torch's own steps would round the weights to the components' dtype."""
-    if not isinstance(x, MCTensor) or (form := find_result_type((x,))).fits_float64:
+    if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
         return NotImplemented
     note_float64_fallback(operator, form)
     return _run_on_decoded_operands(operator, (x, *arguments), options, form)
@@ -192,7 +192,7 @@ def _attend_in_float64(*arguments: Any, **options: Any) -> Any:
     device = tensors[0].device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         return NotImplemented  # autocast converts the operands and comes back
-    form, operator = find_result_type(tensors), aten.scaled_dot_product_attention.default
+    form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
     if not form.fits_float64:
         note_float64_fallback(operator, form)
     return _run_on_decoded_operands(operator, arguments, options, form)

@@ -28,12 +28,12 @@ from ._result_type import (
     ResultType,
     clamp_written_outliers,
     encode_plain_operands,
-    find_result_type,
     has_plain_operand,
     make_result,
+    result_type,
     to_components,
 )
-from ._write import check_is_not_integer_tensor, write_value
+from ._write import check_not_integer, write_value
 
 refuse_mctensor_operator = functools.partial(refuse_operator, "MCTensor")
 _COLLECTIVES_TEXT = (
@@ -76,7 +76,7 @@ def run_in_float64(
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
     wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in PRECISION_BY_DTYPE]
-    form = form or find_result_type(leaves, dtype=wanted[0] if wanted else None)
+    form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
     if form.is_scaled:
@@ -93,7 +93,7 @@ def _convert_to_float64(x: Any) -> Any:
 
 
 def _run_decomposed_or_in_float64(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    form = find_result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if form.fits_float64:
         return run_in_float64(operator, arguments, options)
     decomposition, results = _collect_decompositions().get(operator), NotImplemented
@@ -104,7 +104,7 @@ def _run_decomposed_or_in_float64(operator: OpOverload, *arguments: Any, **optio
 
 def fall_back_to_float64(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator in float64, and count that as a fallback."""
-    form = find_result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     note_float64_fallback(operator, form)
     return run_in_float64(operator, arguments, options)
 
@@ -154,7 +154,7 @@ def prefer_float64(operator: OpOverload, rule: Callable, requires_exact: bool = 
 
     def run_either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-        form = find_result_type(leaves)
+        form = result_type(leaves)
         if form.fits_float64 and not (requires_exact and not all(map(_is_exact_in_float64, leaves))):
             return run_in_float64(operator, arguments, options)
         return run_rule_and_round_once(rule, form, arguments, options)
@@ -197,7 +197,7 @@ def _write_results(operator: OpOverload, given: dict[str, Any], targets: list[An
     for target, result in zip(targets, results):
         # torch's masked_fill_ truncates a number to the target's integer type.
         if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
-            check_is_not_integer_tensor(target)
+            check_not_integer(target)
     for target, result in zip(targets, results):
         if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
             wide = tuple(part.double() for part in to_components(result, target.device))

@@ -56,7 +56,7 @@ class ResultType(NamedTuple):
         return self.components * PRECISION_BY_DTYPE[self.dtype] <= 53
 
 
-def find_result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
+def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
     """Return the type of the result of an operator on these operands, numbers among them."""
     # dtype: what torch.promote_types makes of all tensors with dimensions; tensors without dimensions count where there
     # are no others, numbers never. Components: the most of any. A scale: where an operand of that dtype has one.
@@ -116,7 +116,7 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
             return wrap_components(evaluate_on_like_operands(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_components(parts, None, x._gradients)
-    form = form or find_result_type(operands)
+    form = form or result_type(operands)
     if form.is_scaled and not wants_plain_result(form.gradients, form.has_gradient):
         given = [
             (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
@@ -194,7 +194,7 @@ def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps_nonzero:
     return wrap_components(parts, scale, form.gradients)
 
 
-def convert_to_common_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
+def unify_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
     parts = [to_components(x, form.device) for x in operands]

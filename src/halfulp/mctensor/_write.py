@@ -31,7 +31,7 @@ def copy_collective_result(x: Tensor, value: Tensor) -> None:
         x.copy_(value)
 
 
-def choose_type_before_writing(x: MCTensor) -> ResultType:
+def choose_write_type(x: MCTensor) -> ResultType:
     """Return the result type to compute in before writing into x: without a scale, in float64 where x has one."""
     form = ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)
     if x._scale is None:
@@ -113,7 +113,7 @@ def _reduce_modulo_64_bits(integers: Tensor) -> Tensor:
     return (high.long() << 32) + (wide - high * 2.0**32).long()
 
 
-def check_is_not_integer_tensor(x: Tensor) -> None:
+def check_not_integer(x: Tensor) -> None:
     """Raise unless an operator's result can be written into x without being cut to an integer."""
     if not x.dtype.is_floating_point and not x.dtype.is_complex:
         raise RuntimeError(

@@ -59,7 +59,7 @@ _ACCEPTED_AMAX_RANGE_BY_STORAGE = {
 }
 
 
-def wrap_fitted_payload(payload: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def fit_payload(payload: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Make a scaled tensor, its scale moved where the largest value overflows or would lose digits."""
     # Where values cannot be looked at the scale stays, and they saturate or vanish.
     if storage in FULL_RANGE_STORAGES or not payload.numel() or not _powers.has_readable_values(payload):
@@ -83,9 +83,7 @@ def move_power_to_scale(
     if _powers.has_fused_kernels(payload):
         return wrap_payload(*fused.multiply_payload(payload, (scale, power), storage, "levelled"), dtype)
     total, rest = _powers.multiply_scales(scale, power)
-    return wrap_fitted_payload(
-        _powers.multiply_by_power(payload.to(torch.float32) / power, rest), total, storage, dtype
-    )
+    return fit_payload(_powers.multiply_by_power(payload.to(torch.float32) / power, rest), total, storage, dtype)
 
 
 def bring_payload_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
@@ -113,7 +111,7 @@ def raise_underflows_to_smallest(x: ScaledTensor, exact: Tensor) -> ScaledTensor
 
 def round_second_moment_above_zero(total: ScaledTensor, x: ScaledTensor, squares: ScaledTensor) -> ScaledTensor:
     """Return total = x + squares in x's storage, without sums of positive numbers that become 0: divisors."""
-    rounded = wrap_fitted_payload(get_float32_payload(total), total._scale, x._payload.dtype, total.dtype)
+    rounded = fit_payload(get_float32_payload(total), total._scale, x._payload.dtype, total.dtype)
     before, added = get_float32_payload(x), get_float32_payload(squares)
     return raise_underflows_to_smallest(
         rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0)

@@ -120,7 +120,7 @@ class ScaledTensor(CompositeTensor):
             return find_rule(operator)(*arguments, **(options or {}))
         except ComplexOperandError:
             # On values, with plain results: complex numbers carry no scale.
-            with keep_conjugate_and_negative_bits():
+            with keep_lazy_conjugates():
                 return operator(*tree_map(decode_if_scaled, arguments), **tree_map(decode_if_scaled, options or {}))
         except (NotImplementedError, RuntimeError):
             # In place of torch's error, if an operator takes or makes tensors that are not dense.
@@ -368,7 +368,7 @@ def move_to_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     return wrap_payload(round_to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
-def keep_conjugate_and_negative_bits() -> AbstractContextManager[Any]:
+def keep_lazy_conjugates() -> AbstractContextManager[Any]:
     """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated."""
     # Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
     # operators make them, and their results would silently be wrong.

@@ -14,14 +14,7 @@ from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_result, wants_plain_result_from
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import (
-    ResultType,
-    convert_to_common_components,
-    find_result_type,
-    make_result,
-    run_pointwise_function,
-    to_components,
-)
+from .._result_type import ResultType, make_result, result_type, run_pointwise_function, to_components, unify_components
 
 
 def compare_three_way(a: Any, b: Any) -> Tensor:
@@ -50,13 +43,13 @@ def apply_per_component(function: Callable, operands: Sequence[Any], form: Resul
     """Run a function that copies elements of its operands on one component of each after the other."""
     if wants_plain_result(form.gradients, form.has_gradient):
         return function(*(_round_operand_to_plain(x, form) for x in operands))
-    parts, scale = convert_to_common_components(operands, form)
+    parts, scale = unify_components(operands, form)
     return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
 def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
     """Return a where the mask holds, b elsewhere, as a result of both."""
-    return apply_per_component(lambda x, y: torch.where(mask, x, y), (a, b), form or find_result_type((a, b)))
+    return apply_per_component(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
 
 
 def _round_operand_to_plain(x: Any, form: ResultType) -> Any:
@@ -72,7 +65,7 @@ def _read_mask(mask: Tensor) -> Tensor:
 
 implements(aten.where.self)(lambda mask, a, b: select_elements(_read_mask(mask), a, b))
 implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)(
-    lambda x, mask, value: select_elements(_read_mask(mask), value, x, find_result_type((x, value)))
+    lambda x, mask, value: select_elements(_read_mask(mask), value, x, result_type((x, value)))
 )
 
 
@@ -98,7 +91,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     """Clamp between two bounds, by value; a NaN stays one."""
     if min is None and max is None:
         raise ValueError("clamp takes at least one of min and max")
-    form = find_result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
+    form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE) if min is not None and max is not None else form
     if min is not None:
         x = select_elements(_is_beyond(x, min, -1), min, x, whole)
@@ -157,10 +150,10 @@ def relu(x: MCTensor) -> Tensor:
     return map_components(x, lambda part: part.masked_fill(negative, 0))
 
 
-implements(aten.sign.default, aten.sgn.default)(lambda x: make_result((x._parts[0].sign(),), find_result_type((x,))))
+implements(aten.sign.default, aten.sgn.default)(lambda x: make_result((x._parts[0].sign(),), result_type((x,))))
 implements(aten.threshold_backward.default)(
     lambda gradient, x, threshold: select_elements(
-        compare_three_way(x, threshold) <= 0, 0.0, gradient, find_result_type((gradient, x))
+        compare_three_way(x, threshold) <= 0, 0.0, gradient, result_type((gradient, x))
     )
 )
 
@@ -180,7 +173,7 @@ def _floor_components(parts: Parts) -> Parts:
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
     parts = to_components(x, x.device)
-    return make_result(_sum_integers(_floor_components(parts), parts[0]), find_result_type((x,)))
+    return make_result(_sum_integers(_floor_components(parts), parts[0]), result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
@@ -190,10 +183,10 @@ def _truncate_components(x: MCTensor) -> Parts:
 
 
 implements(aten.ceil.default)(lambda x: -floor(-x))
-implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), find_result_type((x,))))
+implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), result_type((x,))))
 implements(aten.frac.default)(
     lambda x: run_pointwise_function(
-        "sub", x, wrap_components(_truncate_components(x), None, COMPONENTS_GRADIENTS_MODE), form=find_result_type((x,))
+        "sub", x, wrap_components(_truncate_components(x), None, COMPONENTS_GRADIENTS_MODE), form=result_type((x,))
     )
 )
 

@@ -17,7 +17,7 @@ from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_result_from
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import ResultType, find_result_type, make_result, to_components
+from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import convert_to_plain, copy_collective_result, write_value
 from ._comparison import apply_per_component, map_components
 
@@ -171,7 +171,7 @@ def insert_elements(operator: OpOverload, *arguments: Any, **options: Any) -> Te
     def insert(first: Any, second: Any) -> Tensor:
         return operator(first, *arguments[1:position], second, *arguments[position + 1 :], **options)
 
-    return apply_per_component(insert, values, find_result_type(values))
+    return apply_per_component(insert, values, result_type(values))
 
 
 @implements_each(*_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD)
@@ -188,7 +188,7 @@ def insert_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options:
 def concatenate(operator: OpOverload, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
     """Concatenate every component."""
     return apply_per_component(
-        lambda *parts: operator(list(parts), *arguments, **options), tensors, find_result_type(tensors)
+        lambda *parts: operator(list(parts), *arguments, **options), tensors, result_type(tensors)
     )
 
 

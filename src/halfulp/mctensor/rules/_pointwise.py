@@ -21,23 +21,17 @@ from .._result_type import (
     clamp_results_of_outliers,
     convert_operands,
     count_float64_components,
-    find_result_type,
     is_plain_floating,
+    result_type,
     run_pointwise_function,
 )
-from .._write import (
-    can_write_directly,
-    check_is_not_integer_tensor,
-    choose_type_before_writing,
-    write_components,
-    write_value,
-)
+from .._write import can_write_directly, check_not_integer, choose_write_type, write_components, write_value
 
 
 @implements(aten.pow.Tensor_Scalar)
 def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     """x to a number: a product, a root or a reciprocal where it is one."""
-    form = find_result_type((x,))
+    form = result_type((x,))
     if exponent == 2:
         return run_pointwise_function("mul", x, x)
     if exponent == 1:
@@ -60,7 +54,7 @@ def _make_logarithm_rule(base: int) -> Callable:
     """Return the rule of log(x) / log(base)."""
 
     def log(x: MCTensor) -> Tensor:
-        form = find_result_type((x,))
+        form = result_type((x,))
         # One component more, up to the most, as errors grow.
         logarithm = run_pointwise_function(
             "log", x, form=form._replace(components=min(form.components + 1, MAX_COMPONENTS))
@@ -122,18 +116,18 @@ def run_tensor_overload(operator: OpOverload, *operands: Any) -> Tensor:
 def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], Tensor] | None = None) -> Tensor:
     """Write f(operands) into x; `addend` computes the plain product among them, which may stand for infinity."""
     if not isinstance(x, MCTensor):
-        check_is_not_integer_tensor(x)
+        check_not_integer(x)
         return write_value(
             x,
             run_pointwise_function(
-                name, *operands, form=find_result_type(operands)._replace(gradients=COMPONENTS_GRADIENTS_MODE)
+                name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS_GRADIENTS_MODE)
             ),
         )
     parts = convert_operands(name, operands, x.dtype, len(x._parts), x.device)
     if x._scale is None and x.dtype != torch.float16 and can_write_directly(x, parts):
         pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
         return x
-    form = choose_type_before_writing(x)
+    form = choose_write_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
         result = clamp_results_of_outliers(result, name, operands if addend is None else (addend(),))
@@ -159,7 +153,7 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
     def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
         if alpha == 1:
             return run_pointwise_function(name, a, b)
-        return run_pointwise_function("addcmul", a, b, sign * alpha, form=find_result_type((a, b)))
+        return run_pointwise_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
 
     @implements(in_place.Tensor, in_place.Scalar)
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
@@ -181,12 +175,12 @@ def _register_multiply_add(name: str, divide: bool) -> None:
 
     @implements(getattr(aten, name).default)
     def accumulate(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-        form = find_result_type((a, b, c))
+        form = result_type((a, b, c))
         return run_pointwise_function("addcmul", a, *_find_product_factors(b, c, value, divide, form), form=form)
 
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-        factors, addend = _find_product_factors(b, c, value, divide, find_result_type((x, b, c))), None
+        factors, addend = _find_product_factors(b, c, value, divide, result_type((x, b, c))), None
         if is_plain_floating(b) and is_plain_floating(c):
             addend = lambda: (b.double() / c.double() if divide else b.double() * c.double()) * value  # noqa: E731
         return _update_in_place("addcmul", x, x, *factors, addend=addend)
@@ -210,7 +204,7 @@ _register_multiply_add("addcdiv", divide=True)
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
-    form = find_result_type((a, b, weight))
+    form = result_type((a, b, weight))
     difference = run_pointwise_function("sub", b, a, form=form._replace(gradients=COMPONENTS_GRADIENTS_MODE))
     return run_pointwise_function("addcmul", a, difference, weight, form=form)
 
@@ -218,14 +212,14 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    form = find_result_type((x, b, weight))._replace(gradients=COMPONENTS_GRADIENTS_MODE)
+    form = result_type((x, b, weight))._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     return _update_in_place("addcmul", x, x, run_pointwise_function("sub", b, x, form=form), weight)
 
 
 @implements(aten.rsqrt.default)
 def rsqrt(x: MCTensor) -> Tensor:
     """1 / sqrt(x)."""
-    form = find_result_type((x,))
+    form = result_type((x,))
     return run_pointwise_function(
         "div",
         1.0,

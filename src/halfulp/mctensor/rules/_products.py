@@ -32,10 +32,10 @@ from .._mctensor import MCTensor, implements, wrap_components
 from .._result_type import (
     ResultType,
     choose_working_components_and_dtype,
-    find_result_type,
     keep_component_gradients,
     make_result,
     need_no_conversion,
+    result_type,
     run_pointwise_function,
     to_components,
 )
@@ -111,7 +111,7 @@ _float16_product_operator = define_operator(
 @implements(aten.addmm.default, aten.baddbmm.default)
 def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b)."""
-    form = find_result_type((start, a, b))
+    form = result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     result = multiply_matrices(a, b, form if beta == 0 and alpha == 1 else whole)
     if alpha != 1:
@@ -131,10 +131,10 @@ def mm(a: Any, b: Any) -> Tensor:
     if need_no_conversion(a, b):
         parts = arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype)
         return wrap_components(parts, None, a._gradients)
-    return multiply_matrices(a, b, find_result_type((a, b)))
+    return multiply_matrices(a, b, result_type((a, b)))
 
 
-implements(aten.mv.default)(lambda a, b: multiply_matrices(a, b.unsqueeze(-1), find_result_type((a, b))).squeeze(-1))
+implements(aten.mv.default)(lambda a, b: multiply_matrices(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1))
 
 
 @implements(aten.dot.default, aten.vdot.default)
@@ -142,7 +142,7 @@ def dot(a: Any, b: Any) -> Tensor:
     """Multiply two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
-    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), find_result_type((a, b))).reshape(())
+    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
 @implements(aten.addbmm.default)
@@ -159,7 +159,7 @@ def grouped_mm(
     """Return a product for each group of rows, of columns or of terms; what lies behind the last group becomes 0."""
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
-    form = find_result_type((a, b), out_dtype)
+    form = result_type((a, b), out_dtype)
     if offs is None and a.dim() == b.dim() == 3:
         return multiply_matrices(a, b, form)
     if torch.compiler.is_compiling():
@@ -197,7 +197,7 @@ def _factorize_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tenso
     """Return LU factors and pivots for the backward pass (`turned`: of a contiguous a's transpose), if there is one."""
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
-    form, a = find_result_type((a,)), a.mT if turned and a.is_contiguous() else a
+    form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
     return refine_lu_factors(keep_component_gradients(a) if isinstance(a, MCTensor) else a, form.components)
 
 
@@ -237,7 +237,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     """Solve a system by the factors P L U of its matrix."""
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
-    form = find_result_type((factors, b))
+    form = result_type((factors, b))
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     plain = factors.decode() if isinstance(factors, MCTensor) else factors
     permutation = torch.lu_unpack(plain, pivots, unpack_data=False)[0].to(b.dtype)
@@ -251,33 +251,30 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 
 implements(aten._linalg_solve_ex.default)(
     lambda a, b, *, left=True, check_errors=False: (
-        _solve_system(a, b, left, find_result_type((a, b))),
+        _solve_system(a, b, left, result_type((a, b))),
         *_factorize_for_backward(a, has_transposed_factors_in_solve_backward()),
         _make_zero_info(a),
     )
 )
 implements(aten.linalg_inv_ex.default)(
-    lambda a, **_: (_run_matrix_function(arithmetic.inverse, (a,), find_result_type((a,))), _make_zero_info(a))
+    lambda a, **_: (_run_matrix_function(arithmetic.inverse, (a,), result_type((a,))), _make_zero_info(a))
 )
 implements(aten._linalg_det.default)(
-    lambda a: (
-        _run_matrix_function(arithmetic.det, (a,), find_result_type((a,))),
-        *_factorize_for_backward(a, turned=True),
-    )
+    lambda a: (_run_matrix_function(arithmetic.det, (a,), result_type((a,))), *_factorize_for_backward(a, turned=True))
 )
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """Return the determinant's sign and the logarithm of its magnitude."""
-    determinant = _run_matrix_function(arithmetic.det, (a,), find_result_type((a,)))
+    determinant = _run_matrix_function(arithmetic.det, (a,), result_type((a,)))
     return determinant.sign(), determinant.abs().log(), *_factorize_for_backward(a, turned=True)
 
 
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
     """Return the Cholesky factor."""
-    lower = _run_matrix_function(arithmetic.cholesky, (a.mT if upper else a,), find_result_type((a,)))
+    lower = _run_matrix_function(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
 
 
@@ -291,14 +288,14 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """Return orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
-    q, r = _run_matrix_function(arithmetic.qr, (a,), find_result_type((a,)))
+    q, r = _run_matrix_function(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
 
 
 @implements(aten.linalg_solve_triangular.default)
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """Solve a triangular system, of which the other triangle is not read."""
-    form = find_result_type((a, b))
+    form = result_type((a, b))
     triangle = a.triu() if upper else a.tril()
     if unitriangular:
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)

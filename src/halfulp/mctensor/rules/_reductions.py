@@ -26,8 +26,8 @@ from .._result_type import (
     ResultType,
     count_float64_components,
     encode_plain_operands,
-    find_result_type,
     make_result,
+    result_type,
     run_pointwise_function,
     to_components,
 )
@@ -40,7 +40,7 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
         raise TypeError(
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
-    form = find_result_type((x,), dtype=dtype)
+    form = result_type((x,), dtype=dtype)
     parts = to_components(x, form.device)
     if not x.dim():
         return make_result(tuple(part.clone() for part in parts), form)
@@ -75,7 +75,7 @@ implements(aten.nansum.default)(
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running sums."""
-    form = find_result_type((x,), dtype=dtype)
+    form = result_type((x,), dtype=dtype)
     parts = to_components(x, form.device)
     if not x.dim() or not x.numel():
         return make_result(tuple(part.clone() for part in parts), form)
@@ -143,7 +143,7 @@ def native_batch_norm(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
     *values, training, momentum, eps = operands
     running_mean, running_variance = values[3:]
-    x, weight, bias, mean, variance = encode_plain_operands(tuple(values), find_result_type(values))
+    x, weight, bias, mean, variance = encode_plain_operands(tuple(values), result_type(values))
     with disable_result_rounding():
         if training:
             dims = [i for i in range(x.dim()) if i != 1]
@@ -162,9 +162,7 @@ def native_batch_norm(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
     """Update a running statistic in place: running + momentum (now - running)."""
     if running is not None:
-        result = run_pointwise_function(
-            "addcmul", running, now - running, momentum, form=find_result_type((running, now))
-        )
+        result = run_pointwise_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
         running.copy_(result)
 
 

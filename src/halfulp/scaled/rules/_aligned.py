@@ -19,10 +19,10 @@ from .._operands import (
     encode_operand,
     find_outliers,
     find_scaled_tensor,
+    fit_payload,
     promote_dtypes,
     raise_underflows_to_smallest,
     saturate_outliers,
-    wrap_fitted_payload,
     wrap_rounded_payload,
 )
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
@@ -95,7 +95,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if made is not None:
         return made
     x, y, total, scale, storage = _align_and_add(torch.add, a, b, alpha)
-    rounded = wrap_fitted_payload(total, scale, storage, promote_dtypes((a, b)))
+    rounded = fit_payload(total, scale, storage, promote_dtypes((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     if _is_vanishing_number(b, scale, storage):
         return raise_underflows_to_smallest(rounded, total)
@@ -135,7 +135,7 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if made is not None:
         return made
     *_, total, scale, storage = _align_and_add(torch.sub, a, b, alpha)
-    return wrap_fitted_payload(total, scale, storage, promote_dtypes((a, b)))
+    return fit_payload(total, scale, storage, promote_dtypes((a, b)))
 
 
 implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
@@ -163,7 +163,7 @@ def hypot(a: Any, b: Any) -> Tensor:
     """Return the root of a^2 + b^2 under the larger scale."""
     (x, y), scale, storage, dtype = align_operands(a, b)
     total = torch.hypot(x, y)
-    return raise_underflows_to_smallest(wrap_fitted_payload(total, scale, storage, dtype), total)
+    return raise_underflows_to_smallest(fit_payload(total, scale, storage, dtype), total)
 
 
 @implements_each(aten.cat.default, aten.stack.default, family="alignment")

@@ -14,7 +14,7 @@ from .._operands import wrap_rounded_payload
 from .._registry import EIGHT_BIT_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, get_float32_payload, round_to_storage, wrap_payload
 from .._write import write_values
-from ._vocabulary import round_square_root_to_power_of_two
+from ._vocabulary import round_root_to_power_of_two
 
 
 def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -43,9 +43,7 @@ def agree_on_scales(
     needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
     needed = _powers.round_to_power(needed, "up")
     return list(
-        torch.maximum(scales * round_square_root_to_power_of_two(terms), needed)
-        .clamp(max=_powers.LARGEST_SCALE)
-        .unbind()
+        torch.maximum(scales * round_root_to_power_of_two(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind()
     )
 
 

@@ -23,10 +23,10 @@ from .._operands import (
     choose_storage,
     encode_operand,
     find_scaled_tensor,
+    fit_payload,
     map_tree,
     move_power_to_scale,
     promote_dtypes,
-    wrap_fitted_payload,
     wrap_rounded_payload,
 )
 from .._registry import implements, implements_each
@@ -38,7 +38,7 @@ from ._vocabulary import (
     make_scaled_result,
     make_scaled_results,
     make_unit_scale,
-    round_square_root_to_power_of_two,
+    round_root_to_power_of_two,
 )
 
 
@@ -54,7 +54,7 @@ def _encode_norm_statistics(
 
 def _make_normalised_result(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return wrap_fitted_payload(y, make_unit_scale(y), choose_storage(given), promote_dtypes(given))
+    return fit_payload(y, make_unit_scale(y), choose_storage(given), promote_dtypes(given))
 
 
 @implements_each(aten.native_layer_norm.default, aten.native_group_norm.default, family="norm")
@@ -87,7 +87,7 @@ def _scale_norm_gradients(
     if to_x is not None:
         level = encode_operand(deviation, like)._scale
         to_x = move_power_to_scale(to_x, g._scale, level, like._payload.dtype, like.dtype)
-    sum_scale = round_square_root_to_power_of_two(rows)
+    sum_scale = round_root_to_power_of_two(rows)
     return to_x, *(y if y is None else make_scaled_results(y, [g._scale], [like], sum_scale) for y in others)
 
 
@@ -259,7 +259,7 @@ def differentiate_attention(operator: OpOverload, *arguments: Any, **options: An
     }
     to_query, to_key, to_value, *others = call_with_named_arguments(operator, given | payloads | bias)
     sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
-    sum_scale = round_square_root_to_power_of_two(key.shape[-2])
+    sum_scale = round_root_to_power_of_two(key.shape[-2])
     factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
     to_key = to_key.to(torch.float32) / _powers.multiply_scales(sq, sk)[0]
     if bias and others and isinstance(others[0], Tensor):

@@ -30,13 +30,13 @@ from .._operands import (
     encode_product_operand,
     find_outliers,
     find_scaled_tensor,
+    fit_payload,
     is_symbolic,
     promote_dtypes,
     raise_underflows_to_smallest,
     round_second_moment_above_zero,
     saturate_outliers,
     split_off_power_of_two,
-    wrap_fitted_payload,
 )
 from .._registry import EIGHT_BIT_DTYPES, RULES_OF_OPERATORS_DEFINED_LATER, implements, implements_each
 from .._scaled_tensor import ScaledTensor, get_float32_payload, wrap_payload
@@ -46,7 +46,7 @@ from ._vocabulary import (
     decode_to_float32,
     encode_results,
     make_scaled_result,
-    round_square_root_to_power_of_two,
+    round_root_to_power_of_two,
     wrap_rule_payload,
 )
 
@@ -157,7 +157,7 @@ def multiply_matrices(operator: OpOverload, a: Any, b: Any) -> Tensor:
     """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
     like = find_scaled_tensor((a, b))
     x, y = (encode_matrix_operand(t, like) for t in (a, b))
-    sum_scale = round_square_root_to_power_of_two(a.shape[-1])
+    sum_scale = round_root_to_power_of_two(a.shape[-1])
     values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
     storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
     return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
@@ -287,11 +287,11 @@ def add_scaled_product(
         is_wide = _is_float16_product_on_cuda(x._payload, y._payload)
         product = multiply_into_float32(x._payload, y._payload) if is_wide else separate(left, right)
         y = product * _multiply_unless_one(of_product, alpha) + start * _multiply_unless_one(of_base, beta)
-        return wrap_fitted_payload(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
+        return fit_payload(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     y = compute(start * of_base, left, right, beta, alpha)
-    return wrap_fitted_payload(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
+    return fit_payload(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
 
 
 def _is_added_after_product(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
@@ -340,7 +340,7 @@ def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta:
     return add_scaled_product(
         *(base, a, b),
         lambda base, a, b, beta, alpha: operator(base, a, b, beta=beta, alpha=alpha),
-        sum_scale=round_square_root_to_power_of_two(1 if operator is aten.addr.default else batches * a.shape[-1]),
+        sum_scale=round_root_to_power_of_two(1 if operator is aten.addr.default else batches * a.shape[-1]),
         beta=beta,
         alpha=alpha,
         of_matrices=True,
@@ -375,7 +375,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
         a, b = encode_operand(a, weight), encode_operand(b, weight)
     (x, y), scale, storage, dtype = align_operands(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return wrap_fitted_payload(operator(x, y, decode_to_float32(weight)), scale, storage, dtype)
+    return fit_payload(operator(x, y, decode_to_float32(weight)), scale, storage, dtype)
 
 
 @implements(aten.convolution.default, family="bilinear")
@@ -386,7 +386,7 @@ def convolution(
     given = (x, weight) if bias is None else (x, weight, bias)
     like = find_scaled_tensor(given)
     x, weight = encode_product_operand(x, like), encode_product_operand(weight, like)
-    sum_scale = round_square_root_to_power_of_two(
+    sum_scale = round_root_to_power_of_two(
         _count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True)
     )
     scale, _ = _powers.multiply_scales(x._scale, weight._scale, sum_scale)
@@ -405,7 +405,7 @@ def convolution(
         get_float32_payload(x), kernel, start, stride, padding, dilation, transposed, *rest
     )
     storage = choose_product_storage(given)
-    return wrap_fitted_payload(saturate_outliers(values, scale, storage, large), scale, storage, promote_dtypes(given))
+    return fit_payload(saturate_outliers(values, scale, storage, large), scale, storage, promote_dtypes(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
@@ -425,7 +425,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     gradients: list[Tensor | None] = [None, None, None]
     for i, source in enumerate((x, weight, gradient)):
         if wanted[i]:
-            sum_scale, scales = round_square_root_to_power_of_two(counts[i]), (gradient._scale, *others[i])
+            sum_scale, scales = round_root_to_power_of_two(counts[i]), (gradient._scale, *others[i])
             gradients[i] = make_scaled_result(values[i], scales, storage, source.dtype, sum_scale, 1 / sum_scale)
     return tuple(gradients)
 
@@ -445,7 +445,7 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     if not isinstance(c, ScaledTensor):
         return total
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
-        return wrap_fitted_payload(get_float32_payload(total), total._scale, c._payload.dtype, total.dtype)
+        return fit_payload(get_float32_payload(total), total._scale, c._payload.dtype, total.dtype)
     return round_second_moment_above_zero(total, c, encode_operand(a, c))
 
 

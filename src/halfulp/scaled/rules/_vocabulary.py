@@ -44,10 +44,10 @@ from .._operands import (
     encode_plain_tensor,
     find_outliers,
     find_scaled_tensor,
+    fit_payload,
     map_tree,
     promote_dtypes,
     saturate_outliers,
-    wrap_fitted_payload,
 )
 from .._powers_of_two import LEAST_OUTLIER_CLAMP_LIMIT
 from .._registry import EIGHT_BIT_DTYPES, FAMILY_BY_NAME, FULL_RANGE_STORAGES, implements_each
@@ -91,7 +91,7 @@ def wrap_rule_payload(y: Any, scale: Tensor, rest: Tensor | float, storage: torc
         power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
         scale, rest = _powers.multiply_scales(scale, power)
         y = _powers.multiply_by_power(y / power, rest)
-    return wrap_fitted_payload(y, scale, storage, dtype)
+    return fit_payload(y, scale, storage, dtype)
 
 
 def make_scaled_result(
@@ -195,7 +195,7 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
     return torch.where(is_outlier, payload.sign() * largest, payload)
 
 
-def round_square_root_to_power_of_two(count: int) -> float:
+def round_root_to_power_of_two(count: int) -> float:
     """Return the power of two below the square root of a number of terms."""
     # Any power of two would give the same values: a symbolic size has that of the traced one, so that others share the
     # graph.
@@ -454,7 +454,7 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
 
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
-    encode = lambda y, storage, dtype: wrap_fitted_payload(y, make_unit_scale(y), storage, dtype)  # noqa: E731
+    encode = lambda y, storage, dtype: fit_payload(y, make_unit_scale(y), storage, dtype)  # noqa: E731
     _register_on_values(operators, family, encode, choose_storage)
 
 
