@@ -97,12 +97,12 @@ def _describe_16_bit_products() -> dict[str, str]:
 
 
 def _describe_engines() -> dict[str, str]:
-    from ..kernels._engine import choose_engine_and_reason
+    from ..kernels._engine import choose_engine_and_fallback_reason
 
     found = {}
     for kind in ("cpu", *dict.fromkeys(device.split()[0] for device in _list_devices())):
         try:
-            name, reason = choose_engine_and_reason(kind)
+            name, reason = choose_engine_and_fallback_reason(kind)
             found[kind] = f"{name} ({reason})" if reason else name
         except (ValueError, ImportError) as error:
             found[kind] = f"refused: {error}"
@@ -111,9 +111,9 @@ def _describe_engines() -> dict[str, str]:
 
 def describe_cache() -> dict[str, Any]:
     """Return where compiled kernels are kept, and why they cannot be."""
-    from ..kernels.vector._machine_function import find_cache_folder
+    from ..kernels.vector._machine_function import find_kernel_cache_folder
 
-    folder = find_cache_folder()
+    folder = find_kernel_cache_folder()
     if folder is None:
         return {"folder": None, "writable": False, "reason": "no home folder"}
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)

@@ -71,13 +71,13 @@ compute_edge_factors = define_operator(
     "gradient_factors(str scaler, str edges, int count, Device device) -> Tensor",
     _compute_edge_factors,
     lambda scaler, edges, count, device: torch.empty(count, device=device, dtype=torch.float32),
-    host=True,
+    depends_on_host=True,
 )
 observe_gradients = define_operator(
     "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()",
     _measure_gradients_of_site,
     lambda *_: None,
-    host=True,
+    depends_on_host=True,
 )
 torch.fx.node.has_side_effect(observe_gradients)
 

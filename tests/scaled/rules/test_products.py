@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._powers_of_two import ZERO_SCALE
+from halfulp.scaled._powers_of_two import SCALE_OF_ZEROS
 from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
@@ -108,7 +108,7 @@ def test_zeros_of_any_scale_decide_nothing():
     assert torch.addcmul(zeros, x, x).tolist() == [9.0, 25.0]
     assert torch.lerp(zeros, x, 0.5).tolist() == [1.5, -2.5]
     assert (x * zeros).tolist() == (zeros / x).tolist() == [0.0, 0.0]
-    assert (x * 0).scale.item() <= ZERO_SCALE * x.scale.item()
+    assert (x * 0).scale.item() <= SCALE_OF_ZEROS * x.scale.item()
     assert (x / zeros).tolist() == [float("inf"), -float("inf")]
     chosen = torch.where(torch.tensor([True, False]), x / zeros, x)
     assert chosen.tolist() == [float("inf"), -5.0]
