@@ -175,7 +175,8 @@ class Optimizer(CheckpointMixin):
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return the update rule of a param group."""
-        assert self._rule is not None, "every optimizer has a rule"
+        if self._rule is None:
+            raise TypeError(f"{type(self).__name__} has no rule: write rule(self, group), which gives an UpdateRule")
         return self._rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -399,6 +400,8 @@ class Optimizer(CheckpointMixin):
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
         check_hyperparameters(group, self._not_negative_options)
         rule = self.rule(group)
+        if not isinstance(rule, UpdateRule):
+            raise TypeError(f"{type(self).__name__}.rule gives {rule!r}: return an UpdateRule")
         check_betas(group, rule.betas)
         for state in rule.states:
             if state.initial != 0.0:
