@@ -92,7 +92,7 @@ class Trace:
                 f"a device function has no {operation} of {', '.join(kinds)}: words have functions of their own, "
                 "comparisons give masks for & | ~ and select, whose two values are of one kind"
             )
-        name, _, number = self.lines[operands[-1]] if operation in _SHIFTS else ("", (), None)
+        name, _, number = self.lines[operands[-1]] if operation in _SHIFTS else ("", (), (0, 0))
         if name == "word" and number[0] >= number[1]:
             raise TypeError(f"{operation} by {number[0]} bits of words of {number[1]} in a device function")
 
