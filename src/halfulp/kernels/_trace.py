@@ -202,10 +202,8 @@ class Trace:
             if not isinstance(x, bool | np.bool_):
                 raise TypeError(f"{x!r} beside a mask in a device function: give True or False, or a comparison")
             return self.emit_binary("eq", 0.0, 0.0 if x else 1.0).number
-        other = (
-            kind if kind != _REAL_KIND_BY_DTYPE[self.dtype] else None
-        )  # reals of the trace's own dtype are plain constants
-        extra = float(x).hex() if other is None else (float(x).hex(), other)
+        # Reals of the trace's own dtype are plain constants.
+        extra = float(x).hex() if kind == _REAL_KIND_BY_DTYPE[self.dtype] else (float(x).hex(), kind)
         return self.emit("constant", (), extra, kind).number
 
 
