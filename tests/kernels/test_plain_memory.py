@@ -237,7 +237,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
-    "optim/parameters/_outside_writes.py": {"carry_payload_version"},
+    "optim/parameters/_outside_writes.py": {"carry_over_payload_version"},
     "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "has_common_memory"},
     "kernels/_plain_memory.py": {"address", "has_strided_values", "get_plain_address_or_zero"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
@@ -245,8 +245,8 @@ LOOKED_AT = {
     "observation/auditing/_run.py": {"_find_memory"},
     "optim/_gradient_release.py": {"_find_parameters_of_one_storage"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},
-    "optim/parameters/_parameter_plan.py": {"is_valid"},
-    "optim/step/_run.py": {"_write_gradient_pointers"},
+    "optim/parameters/_parameter_plan.py": {"is_plan_valid"},
+    "optim/step/_run.py": {"_write_step_pointers"},
     "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew_plan"},
 }
 

@@ -29,7 +29,7 @@ from .. import optim
 from .._names import describe_unknown_name
 from ..optim._group_options import read_default_arguments
 from ..optim._optimizer import find_inner_optimizer
-from ..optim.parameters._random_identity import strip_wrapper_names
+from ..optim.parameters._random_identity import strip_wrapper_prefixes
 from ..pages import write_file_atomically
 from ..recipes import contract
 from ..recipes._contract import Contract
@@ -49,7 +49,7 @@ def _make_optimizer(rule: str, decay: float, model: torch.nn.Module, /, **option
     # Which names decay depends on the model alone, and not on a Trainer.
     decaying = set(Trainer.get_decay_parameter_names(object.__new__(Trainer), model))
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (decay, 0.0)]
-    for (name, parameter), plain in zip(trained, strip_wrapper_names(name for name, _ in trained), strict=True):
+    for (name, parameter), plain in zip(trained, strip_wrapper_prefixes(name for name, _ in trained), strict=True):
         groups[name not in decaying]["params"].append((plain, parameter))
     groups = [group for group in groups if group["params"]]
     kind = optim.OPTIMIZERS[rule]

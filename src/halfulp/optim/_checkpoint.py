@@ -23,21 +23,21 @@ from ._group_options import check_group_options, get_halfulp_version
 from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
 from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
 from .parameters._outside_writes import (
-    CHECKSUMS_KEY,
+    PAYLOAD_CHECKSUMS_KEY,
     PAYLOAD_IDENTITY_KEYS,
     make_checksum_entries,
-    read_auxiliary_tensors,
-    record_loaded_payload,
+    read_valid_auxiliary_tensors,
+    record_loaded_auxiliary_tensors,
     set_weight,
     wrap_checksums_like_parameter,
 )
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import list_identities, strip_wrapper_names
+from .parameters._random_identity import list_stream_ids, strip_wrapper_prefixes
 from .parameters._state_tensors import (
     STATE_NAME_SUFFIXES,
     STEPS_BEFORE_STATES_KEY,
     check_codec_version,
-    is_auxiliary_name,
+    is_auxiliary_tensor_name,
     set_initial_state_values,
 )
 from .rules._update_rule import StateSlot
@@ -138,7 +138,10 @@ class CheckpointMixin(torch.optim.Optimizer):
             return {}
         if plan.payload_version is None:
             return {}
-        return {**dict(zip(plan.spec.auxiliary_names, read_auxiliary_tensors(plan))), **make_checksum_entries(plan)}
+        return {
+            **dict(zip(plan.spec.auxiliary_names, read_valid_auxiliary_tensors(plan))),
+            **make_checksum_entries(plan),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -183,7 +186,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             trial = [(*one, self._convert_saved_tensors(*one, is_own)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 plans = (self._plans.get(parameter) for parameter in group["params"])
-                if any(plan is not None and plan.spec.draws_bits for plan in plans):
+                if any(plan is not None and plan.spec.draws_random_bits for plan in plans):
                     refuse_other_random_stream_version(f"param group {number}", "the groups of the state_dict", saved)
         except Exception:
             for group, old in zip(self.param_groups, before):
@@ -202,7 +205,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             held = plan.state
             if not state:  # of a file of torch.optim's, which has no auxiliary tensors: they stay
-                for tensor in plan.stored[len(plan.spec.auxiliary_names) :]:
+                for tensor in plan.stored_tensors[len(plan.spec.auxiliary_names) :]:
                     tensor.zero_()
                 set_initial_state_values(plan.spec, group, plan.tensors)
                 held["step"] = 0
@@ -217,7 +220,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             held.pop(STEPS_BEFORE_STATES_KEY, None)
             if isinstance(begun := state.get(STEPS_BEFORE_STATES_KEY), int) and 0 < begun <= held["step"]:
                 held[STEPS_BEFORE_STATES_KEY] = begun
-            record_loaded_payload(plan, state)
+            record_loaded_auxiliary_tensors(plan, state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -262,7 +265,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         try:
             check_group_options(trial)
             self._check_hyperparameters(trial)
-            identities = list_identities(trial)
+            identities = list_stream_ids(trial)
             is_keyed = all(isinstance(one, int) and 0 <= one < 2**63 for one in identities)
             if len(identities) != len(mine["params"]) or not is_keyed:
                 raise ValueError(
@@ -296,7 +299,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
-        others = [key for key in foreign if is_auxiliary_name(key) or key.startswith("base.")]
+        others = [key for key in foreign if is_auxiliary_tensor_name(key) or key.startswith("base.")]
         if others:
             raise ValueError(
                 f"state of parameter {plan.name} holds {quote(others)}, which {type(self).__name__} with "
@@ -352,8 +355,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 changed.
         """
         own = model.state_dict(keep_vars=True)
-        names, own = dict(zip(strip_wrapper_names(own), own)), dict(zip(strip_wrapper_names(own), own.values()))
-        state_dict = dict(zip(strip_wrapper_names(state_dict), state_dict.values()))
+        names, own = dict(zip(strip_wrapper_prefixes(own), own)), dict(zip(strip_wrapper_prefixes(own), own.values()))
+        state_dict = dict(zip(strip_wrapper_prefixes(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(
@@ -405,7 +408,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         held = state["state"] = state["state"].copy()
         for group, position, parameter in walk_group_parameters(self):
             saved = self._read_auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-            if CHECKSUMS_KEY in saved:
+            if PAYLOAD_CHECKSUMS_KEY in saved:
                 held[parameter] = {**held[parameter], **saved}
         return state
 
@@ -456,7 +459,7 @@ def _convert_states_to_dtensors(state: Mapping, parameter: Any, plan: ParameterP
             shapes |= {key: shape for key, (shape, _) in codec.describe_tensors(slot.name, parameter.shape).items()}
     placed = dict(state)
     for name, value in state.items():
-        if name == CHECKSUMS_KEY:
+        if name == PAYLOAD_CHECKSUMS_KEY:
             placed[name] = wrap_checksums_like_parameter(value, parameter)
         elif isinstance(value, torch.Tensor) and get_local(value) is value:
             shape = shapes.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
@@ -530,7 +533,9 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
-    both = list(zip(strip_wrapper_names(names), strip_wrapper_names(other), strict=True)) if names and other else []
+    both = (
+        list(zip(strip_wrapper_prefixes(names), strip_wrapper_prefixes(other), strict=True)) if names and other else []
+    )
     if by_name:  # one may be the other behind the path of a part of the model
         both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
     differing = [f"{b} for {a}" for a, b in both if a != b]

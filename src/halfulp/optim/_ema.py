@@ -22,7 +22,7 @@ from .parameters._local_tensors import get_local, get_payload, wrap_like_dtensor
 from .parameters._narrow_groups import walk_group_parameters
 from .parameters._outside_writes import record_payload_version
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import strip_wrapper_names
+from .parameters._random_identity import strip_wrapper_prefixes
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
@@ -262,7 +262,7 @@ class EMA:
         if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
         plans = self._average_optimizer.get_plan_by_average()
-        if any(plan.spec.draws_bits for plan in plans.values()):
+        if any(plan.spec.draws_random_bits for plan in plans.values()):
             refuse_other_random_stream_version("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
@@ -295,7 +295,7 @@ class EMA:
 
 def _rename_to_plain_model(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
     """Return tensors under their names in the plain model, or as they are where two would have one name."""
-    names = strip_wrapper_names(tensors, parallel)
+    names = strip_wrapper_prefixes(tensors, parallel)
     return dict(zip(names if len(set(names)) == len(names) else tensors, tensors.values()))
 
 

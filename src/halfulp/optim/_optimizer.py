@@ -39,18 +39,18 @@ from .parameters._narrow_groups import (
     walk_group_parameters,
 )
 from .parameters._outside_writes import (
-    CHECKSUMS_KEY,
+    PAYLOAD_CHECKSUMS_KEY,
     PAYLOAD_IDENTITY_KEYS,
     is_payload_version_current,
-    record_loaded_payload,
+    record_loaded_auxiliary_tensors,
     record_payload_version,
 )
-from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
+from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_plan_valid
 from .parameters._random_identity import (
-    NamedIdentityByParameter,
-    assign_identities,
-    record_identities,
-    update_identities_of_edited_group,
+    NamedStreamIdByParameter,
+    assign_stream_ids,
+    record_stream_ids,
+    update_stream_ids_of_edited_group,
 )
 from .parameters._state_tensors import add_missing_state_tensors, refuse_changed_weight_update
 from .parameters._step_spec import StepSpec
@@ -58,14 +58,20 @@ from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .step._batch import (
     Batch,
-    BatchedParameters,
+    CachedBatchTables,
     GroupSetting,
     PlanCache,
     choose_gradient_store,
     convert_to_plain_gradient,
     refuse_unwritable_parameter,
 )
-from .step._run import add_constants_from_sums, add_prepared_tensors, compile_kernels, compute_rule_sums, run_step
+from .step._run import (
+    add_constants_from_sums,
+    add_prepared_tensors,
+    compile_and_check_kernels,
+    compute_rule_sums,
+    run_step,
+)
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -166,7 +172,7 @@ class Optimizer(CheckpointMixin):
         """Create the empty caches by parameter, plans and identities; also in a copy."""
         wrap_distributed_checkpoint_functions()
         self._plans = PlanCache()
-        self._identities: NamedIdentityByParameter = {}
+        self._stream_id_by_parameter: NamedStreamIdByParameter = {}
 
     @classmethod
     def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
@@ -204,7 +210,7 @@ class Optimizer(CheckpointMixin):
                     raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {known}; leave it out")
             if self._refuses_torch_switches:
                 check_torch_switches(type(self).__name__, group)
-            assign_identities(group, self.param_groups[:before], self._identities)
+            assign_stream_ids(group, self.param_groups[:before], self._stream_id_by_parameter)
             for position, parameter in enumerate(group["params"]):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlapping_parameters(self.param_groups)
@@ -213,7 +219,7 @@ class Optimizer(CheckpointMixin):
         except Exception:
             del self.param_groups[before:]
             raise
-        record_identities(group, self._identities)
+        record_stream_ids(group, self._stream_id_by_parameter)
         if sharded is not None:
             narrow_group_parameters(self, [group], sharded)
 
@@ -222,18 +228,20 @@ class Optimizer(CheckpointMixin):
     ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
         refuse_unwritable_parameter(parameter, get_payload(parameter), name)
-        return self._plans.find_step_spec(self.rule(group), group, parameter, gradient, name)
+        return self._plans.get_shared_step_spec(self.rule(group), group, parameter, gradient, name)
 
     def _update_edited_groups(self) -> None:
         """Bring names, identities and plans in line with the groups' lists of parameters, which users may edit."""
         for group in self.param_groups:
-            update_identities_of_edited_group(group, self._identities)
-        members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_group_parameters(self)}
+            update_stream_ids_of_edited_group(group, self._stream_id_by_parameter)
+        members = {
+            id(parameter): self._stream_id_by_parameter[parameter] for _, _, parameter in walk_group_parameters(self)
+        }
         taken = {*members.values()}
-        for parameter, identity in tuple(self._identities.items()):
+        for parameter, stream_id in tuple(self._stream_id_by_parameter.items()):
             # Another one stands in its place, or nothing is kept of it.
-            if id(parameter) not in members and (identity in taken or parameter not in self.state):
-                del self._identities[parameter]
+            if id(parameter) not in members and (stream_id in taken or parameter not in self.state):
+                del self._stream_id_by_parameter[parameter]
                 self._plans.pop(parameter)
                 self.state.pop(parameter, None)
 
@@ -247,9 +255,9 @@ class Optimizer(CheckpointMixin):
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks; a step's gradient is checked beside them."""
         parameter = group["params"][position]
-        if parameter not in self._identities:
+        if parameter not in self._stream_id_by_parameter:
             self._update_edited_groups()
-        (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
+        (_, stream_id), name = self._stream_id_by_parameter[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient_store, name)
         if get_payload(parameter).dtype != spec.store.dtype:
             raise ValueError(
@@ -261,9 +269,9 @@ class Optimizer(CheckpointMixin):
         refuse_changed_weight_update(state, None if known is None else known.spec, spec, name)
         add_missing_state_tensors(state, spec, group, parameter, name)
         options = options or self._plans.read_plan_options(group)
-        plan = self._plans.renew_plan(parameter, spec, state, options, name, identity, gradient)
-        if CHECKSUMS_KEY in state:  # a copy, which says what a file does
-            record_loaded_payload(plan, state)
+        plan = self._plans.renew_plan(parameter, spec, state, options, name, stream_id, gradient)
+        if PAYLOAD_CHECKSUMS_KEY in state:  # a copy, which says what a file does
+            record_loaded_auxiliary_tensors(plan, state)
             for key in PAYLOAD_IDENTITY_KEYS:
                 state.pop(key, None)
         return plan
@@ -273,7 +281,11 @@ class Optimizer(CheckpointMixin):
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.read_plan_options(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
-        if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
+        if (
+            plan is None
+            or not fits
+            or not is_plan_valid(plan, parameter, self.rule(group), options, self.state[parameter])
+        ):
             likely = PAYLOAD_STORE_BY_DTYPE.get(get_payload(parameter).dtype, STORE_BY_DTYPE[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
@@ -282,7 +294,7 @@ class Optimizer(CheckpointMixin):
         """Make every plan anew before it is used again, under the identities that the groups say."""
         self._plans.invalidate_all()
         for group in self.param_groups:
-            record_identities(group, self._identities)
+            record_stream_ids(group, self._stream_id_by_parameter)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -324,8 +336,8 @@ class Optimizer(CheckpointMixin):
         ]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
-        places = self._renew_plans_and_group_places([alone], settings, plans, gradients, scales)
-        batches = BatchedParameters(settings, plans, [], places, {}, None).make_batches(
+        places = self._renew_plans_and_list_batches([alone], settings, plans, gradients, scales)
+        batches = CachedBatchTables(settings, plans, [], places, {}, None).make_batches(
             [alone], [parameter], gradients, scales
         )
         assert batches is not None, "one parameter is metered or not"
@@ -366,7 +378,7 @@ class Optimizer(CheckpointMixin):
     def _step_batches(self, batches: list[Batch]) -> None:
         self._check_parameter_holders(bool(batches))
         for batch in batches:
-            compile_kernels(batch)
+            compile_and_check_kernels(batch)
         # What rules need before their updates: prepared tensors, sums, and the constants that follow.
         for batch in batches:
             add_prepared_tensors(batch)
@@ -377,7 +389,7 @@ class Optimizer(CheckpointMixin):
         for batch in batches:
             run_step(batch)
             batch.complete_step()
-            if batch.spec.metered:
+            if batch.spec.counts_lost_updates:
                 warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
@@ -415,23 +427,31 @@ class Optimizer(CheckpointMixin):
         ]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._list_gradients(parameters)
-        plans = [*map(self._plans.by_id.get, map(id, parameters))]
-        resting = [place for place, gradient in enumerate(gradients) if gradient is None]
-        waiting = [plan for place in resting if (plan := plans[place]) is not None and is_payload_version_current(plan)]
-        roster, batches = self._plans.roster, None
-        if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
-            batches = roster.make_batches(groups, parameters, gradients, {})
+        plans = [*map(self._plans.plan_by_parameter_id.get, map(id, parameters))]
+        positions_without_gradient = [place for place, gradient in enumerate(gradients) if gradient is None]
+        waiting = [
+            plan
+            for place in positions_without_gradient
+            if (plan := plans[place]) is not None and is_payload_version_current(plan)
+        ]
+        batch_tables, batches = self._plans.batch_tables, None
+        if batch_tables is not None and batch_tables.is_valid_for(
+            settings, plans, positions_without_gradient, parameters, gradients, self.state
+        ):
+            batches = batch_tables.make_batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
-            places = self._renew_plans_and_group_places(groups, settings, plans, gradients, scales)
-            roster = self._plans.roster = BatchedParameters(settings, plans, resting, places, self.state, roster)
-            for table in roster.tables:
-                table.renew_tensor_guards(table.select_batch_values(gradients))
-            batches = roster.make_batches(groups, parameters, gradients, scales)
+            places = self._renew_plans_and_list_batches(groups, settings, plans, gradients, scales)
+            batch_tables = self._plans.batch_tables = CachedBatchTables(
+                settings, plans, positions_without_gradient, places, self.state, batch_tables
+            )
+            for table in batch_tables.tables:
+                table.renew_tensor_guards(table.select_values_of_batch(gradients))
+            batches = batch_tables.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
-    def _renew_plans_and_group_places(
+    def _renew_plans_and_list_batches(
         self,
         groups: list[dict[str, Any]],
         settings: list[GroupSetting],
@@ -448,7 +468,7 @@ class Optimizer(CheckpointMixin):
                 plan, gradient = plans[place], gradients[place]
                 if gradient is None:
                     continue
-                if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
+                if plan is None or not plan.is_plain_tensor or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = read_parameter_name(group, position)
                     gradient, scale = convert_to_plain_gradient(get_local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
@@ -457,7 +477,7 @@ class Optimizer(CheckpointMixin):
                     plan is None
                     or gradient.dtype is not plan.spec.gradient.dtype
                     or gradient.layout is not torch.strided
-                    or not is_valid(plan, parameter, rule, options, self.state[parameter])
+                    or not is_plan_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
                     store = choose_gradient_store(gradient, parameter, read_parameter_name(group, position))
                     plan = plans[place] = self._make_plan(group, position, store, options, gradient)

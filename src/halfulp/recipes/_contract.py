@@ -16,7 +16,7 @@ from ..mctensor import MCTensor
 from ..optim import Optimizer
 from ..optim._optimizer import find_inner_optimizer
 from ..optim.parameters._narrow_groups import read_parameter_name, walk_group_parameters
-from ..optim.parameters._random_identity import strip_wrapper_names
+from ..optim.parameters._random_identity import strip_wrapper_prefixes
 from ..scaled import ScaledTensor
 
 CONTRACT_KEY = "precision_contract"
@@ -169,7 +169,7 @@ def contract(
         raise ValueError(
             f"the optimizer holds none of the parameters of this {type(model).__name__}: give the one that trains it"
         )
-    names = strip_wrapper_names(name for name, _ in held)
+    names = strip_wrapper_prefixes(name for name, _ in held)
     tensors = {name: tensor for name, (_, tensor) in zip(names, held, strict=True)}
     return Contract(
         {name: _describe_tensor_precision(x, *stepped.get(id(x), (None, {}))) for name, x in tensors.items()}

@@ -28,7 +28,7 @@ from ...optim._optimizer import find_inner_optimizer
 from ...optim._wrap import is_wrappable
 from ...optim.parameters._local_tensors import get_local, get_payload
 from ...optim.parameters._narrow_groups import walk_group_parameters
-from ...optim.parameters._random_identity import strip_wrapper_names
+from ...optim.parameters._random_identity import strip_wrapper_prefixes
 from ...sinks import Sink
 from .._finding import Finding, format_findings, group_causes_as_dicts
 from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
@@ -569,7 +569,7 @@ class ObservedParameters:
             for parameter in module._parameters.values():
                 kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
         named = dict(model.named_parameters())
-        for name, parameter in zip(strip_wrapper_names(named, parallel=False), named.values(), strict=True):
+        for name, parameter in zip(strip_wrapper_prefixes(named, parallel=False), named.values(), strict=True):
             self._add_parameter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
             self._add_stepped_parameters(f"optimizer.{number}" if len(optimizers) > 1 else "optimizer", optimizer)
