@@ -135,7 +135,7 @@ def test_rocm_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Batch:
-    """What `compile_and_check_kernels` reads of a batch."""
+    """What `compile_kernels` reads of a batch."""
 
     def __init__(self, device: str) -> None:
         parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
@@ -155,7 +155,7 @@ def test_a_step_on_a_device_that_torch_cannot_reach_is_refused_before_it_begins(
     if getattr(torch, device).is_available():
         pytest.skip(f"{device} is here")
     with pytest.raises(NotImplementedError, match=f"optimizer step adamw_kahan_bf16 on {device}.*torch.optim.*"):
-        _run.compile_and_check_kernels(_Batch(device))
+        _run.compile_kernels(_Batch(device))
 
 
 def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(_run, "_run_step_on_check_elements", flushing)
     with pytest.raises(NotImplementedError, match=r"adamw_kahan_bf16 on xpu.*subnormal numbers are flushed"):
-        _run.compile_and_check_kernels(_Batch("xpu"))
+        _run.compile_kernels(_Batch("xpu"))
     assert sum(flushed) > 0, "the fixed elements have subnormal results"
 
 
@@ -181,8 +181,8 @@ def test_a_step_of_the_same_bits_is_let_through(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         _run, "_run_step_on_check_elements", lambda spec, run=None, device="cpu": trial(spec, run, "cpu")
     )
-    _run.compile_and_check_kernels(_Batch("xpu"))
-    _run.compile_and_check_kernels(_Batch("mps"))
+    _run.compile_kernels(_Batch("xpu"))
+    _run.compile_kernels(_Batch("mps"))
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

@@ -237,13 +237,13 @@ def test_overlapping_elements_are_seen(x, overlaps):
 
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
-    "optim/parameters/_outside_writes.py": {"carry_over_payload_version"},
+    "optim/parameters/_outside_writes.py": {"carry_payload_version"},
     "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "has_common_memory"},
     "kernels/_plain_memory.py": {"address", "has_strided_values", "get_plain_address_or_zero"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"evaluate_on_like_operands", "run_on_broadcast_operands", "_is_written_before_read"},
     "observation/auditing/_run.py": {"_find_memory"},
-    "optim/_gradient_release.py": {"_find_parameters_of_one_storage"},
+    "optim/_gradient_release.py": {"_find_storage_peers"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_plan_valid"},
     "optim/step/_run.py": {"_write_step_pointers"},

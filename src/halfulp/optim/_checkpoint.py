@@ -23,7 +23,7 @@ from ._group_options import check_group_options, get_halfulp_version
 from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
 from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
 from .parameters._outside_writes import (
-    PAYLOAD_CHECKSUMS_KEY,
+    CHECKSUMS_KEY,
     PAYLOAD_IDENTITY_KEYS,
     make_checksum_entries,
     read_valid_auxiliary_tensors,
@@ -77,13 +77,13 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     _plans: PlanCache
     # The message where a copy would step in another way.
-    _copy_refusal = ""
+    _copy_refusal_message = ""
 
     if TYPE_CHECKING:
 
-        def _find_valid_plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _get_valid_plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _update_edited_groups(self) -> None: ...
-        def _clear_plans(self) -> None: ...
+        def _invalidate_plans(self) -> None: ...
         def _create_caches(self) -> None: ...
         def _check_hyperparameters(self, group: dict[str, Any]) -> None: ...
 
@@ -133,7 +133,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _read_auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
         try:
-            plan = self._find_valid_plan(group, position)
+            plan = self._get_valid_plan(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
             return {}
         if plan.payload_version is None:
@@ -180,7 +180,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
-        self._clear_plans()
+        self._invalidate_plans()
         is_own = is_saved_by_halfulp(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._convert_saved_tensors(*one, is_own)) for one in given]
@@ -194,7 +194,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 group.update(old)
             for parameter in self.state.keys() - known:
                 del self.state[parameter]
-            self._clear_plans()
+            self._invalidate_plans()
             raise
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
@@ -280,7 +280,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
-        plan = self._find_valid_plan(group, position)
+        plan = self._get_valid_plan(group, position)
         _read_saved_step(state, plan.name)
         fitted: dict[str, Any] = {}
         used = {"step", STEPS_BEFORE_STATES_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_IDENTITY_KEYS}
@@ -335,7 +335,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             found[name] = value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             place = places.get(id(tensor))
             if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
-                plan = self._find_valid_plan(*place)
+                plan = self._get_valid_plan(*place)
                 decoded = read_float32_weights([plan])[0]
                 found[name] = wrap_like_dtensor(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
@@ -385,7 +385,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 if id(own[name]) not in places:
                     own[name].copy_(value)
                     continue
-                plan = self._find_valid_plan(*places[id(own[name])])
+                plan = self._get_valid_plan(*places[id(own[name])])
                 value = get_local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
                     given = (np.float64(number) for number in (own[name].scale.item(), compute_finite_amax(value), 0.0))
@@ -401,14 +401,14 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches and hooks."""
-        if self._copy_refusal:
-            raise NotImplementedError(self._copy_refusal)
+        if self._copy_refusal_message:
+            raise NotImplementedError(self._copy_refusal_message)
         self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
         for group, position, parameter in walk_group_parameters(self):
             saved = self._read_auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-            if PAYLOAD_CHECKSUMS_KEY in saved:
+            if CHECKSUMS_KEY in saved:
                 held[parameter] = {**held[parameter], **saved}
         return state
 
@@ -416,7 +416,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._create_caches()
-        self._clear_plans()
+        self._invalidate_plans()
         complete_state_dict: Any = type(self)._complete_state_dict
         self.register_state_dict_post_hook(complete_state_dict)
         for number, group in enumerate(self.param_groups):
@@ -459,7 +459,7 @@ def _convert_states_to_dtensors(state: Mapping, parameter: Any, plan: ParameterP
             shapes |= {key: shape for key, (shape, _) in codec.describe_tensors(slot.name, parameter.shape).items()}
     placed = dict(state)
     for name, value in state.items():
-        if name == PAYLOAD_CHECKSUMS_KEY:
+        if name == CHECKSUMS_KEY:
             placed[name] = wrap_checksums_like_parameter(value, parameter)
         elif isinstance(value, torch.Tensor) and get_local(value) is value:
             shape = shapes.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)

@@ -259,7 +259,7 @@ BELOW_SIXTEEN, BELOW_THIRTEEN, FLOAT32_NAN, FLOAT16_NAN = (np.uint32(n) for n in
 ONE_HALF, ONE_HALF_WORD, BEYOND_HALF = np.float32(0.5), np.uint32(0x3F000000), np.uint32(0x47800000)
 
 
-NONE, ONE_WORD, SHIFT_8, SHIFT_24, SIGN_MASK_8, MAGNITUDE_MASK_8, NAN_CODE_8 = (
+ZERO_WORD, ONE_WORD, SHIFT_8, SHIFT_24, SIGN_MASK_8, MAGNITUDE_MASK_8, NAN_CODE_8 = (
     np.uint32(n) for n in (0, 1, 8, 24, 0x80, 0x7F, 0x7F)
 )
 TWO_TO_MINUS_24 = np.float32(2.0**-24)
@@ -268,9 +268,9 @@ TWO_TO_MINUS_24 = np.float32(2.0**-24)
 class Float8Functions(NamedTuple):
     """Device functions of a format: between float32 and codes, which are the low bytes of words."""
 
-    decode: Callable[..., Any]
-    nearest: Callable[..., Any]
-    stochastic: Callable[..., Any]
+    decode_code: Callable[..., Any]
+    round_to_nearest: Callable[..., Any]
+    round_stochastically: Callable[..., Any]
 
 
 def _make_float8_functions(
@@ -298,7 +298,7 @@ def _make_float8_functions(
         np.uint32(FLOAT32_INFINITY - (not is_infinite)),
     )
 
-    def decode(code):
+    def decode_code(code):
         """Device function: the float32 of a code; the product places subnormals too, without rounding."""
         magnitude = bit_and(code, MAGNITUDE_MASK_8)
         placed = word(real(shl(magnitude, lost)) * raised)
@@ -306,33 +306,33 @@ def _make_float8_functions(
         value = select(magnitude >= first_special, special, placed)
         return real(bit_or(value, shl(bit_and(code, SIGN_MASK_8), SHIFT_24)))
 
-    def nearest(x, random):
+    def round_to_nearest(x, random):
         """Device function: the code nearest to x, ties to even; the float adder rounds subnormals."""
         magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         tiny = sub(word(real(magnitude) + magic), magic_word)
         rounded = add(add(magnitude, half), bit_and(shr(magnitude, lost), ONE_WORD))
-        return encode_with_sign(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
+        return encode_magnitude_with_sign(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
 
-    def stochastic(x, random):
+    def round_stochastically(x, random):
         """Device function: one of the two codes around x, the farther with the probability of its nearness."""
         magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         steps = real(magnitude) * units
         below = to_word(select(magnitude < least_normal, steps, units))
         tiny = add(
-            below, select(to_real(shr(random, SHIFT_8)) * TWO_TO_MINUS_24 < steps - to_real(below), ONE_WORD, NONE)
+            below, select(to_real(shr(random, SHIFT_8)) * TWO_TO_MINUS_24 < steps - to_real(below), ONE_WORD, ZERO_WORD)
         )
         normal = shr(sub(add(magnitude, shr(random, undrawn)), rebias), lost)
-        return encode_with_sign(x, magnitude, tiny, normal)
+        return encode_magnitude_with_sign(x, magnitude, tiny, normal)
 
-    def encode_with_sign(x, magnitude, tiny, normal):
+    def encode_magnitude_with_sign(x, magnitude, tiny, normal):
         limited = select(normal < last_code, normal, last_code)
         finite = select(magnitude < least_normal, tiny, limited)
         code = select(magnitude > last_number, NAN_CODE_8, finite)
         return bit_or(code, bit_and(shr(word(x), SHIFT_24), SIGN_MASK_8))
 
-    for function in (decode, nearest, stochastic):
+    for function in (decode_code, round_to_nearest, round_stochastically):
         function.__qualname__ = f"{name}.{function.__name__}"
-    return Float8Functions(decode, nearest, stochastic)
+    return Float8Functions(decode_code, round_to_nearest, round_stochastically)
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.

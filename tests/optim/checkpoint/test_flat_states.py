@@ -301,7 +301,7 @@ def test_copies_and_edited_groups_keep_the_names_numbers():
     assert group["param_names"] == [name for name, _ in model.named_parameters()][::-1]
     group["params"][0] = torch.nn.Parameter(group["params"][0].detach().clone())
     other.state_dict()
-    assert other._stream_id_by_parameter[group["params"][0]] == ("layers.3.bias", hash_parameter_name("layers.3.bias"))
+    assert other._stream_ids[group["params"][0]] == ("layers.3.bias", hash_parameter_name("layers.3.bias"))
 
 
 def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
@@ -315,8 +315,8 @@ def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
         _set_flat(model, resumed, _flat(model, optimizer))
     _set_nested(model, resumed, _nested(model, optimizer))
     assert same_bits(
-        resumed.base.state[resumed._shadows[model.layers["0"].weight]]["square_avg"],
-        optimizer.base.state[optimizer._shadows[model.layers["0"].weight]]["square_avg"],
+        resumed.base.state[resumed._shadow_by_parameter[model.layers["0"].weight]]["square_avg"],
+        optimizer.base.state[optimizer._shadow_by_parameter[model.layers["0"].weight]]["square_avg"],
     )
 
 

@@ -44,7 +44,7 @@ def _memory(change):
     return _changed(lambda model, optimizer, state: setattr(model.weight, "data", change(model.weight.data)))
 
 
-def _copied(duplicate):
+def _buffer_copies(duplicate):
     def way(model, optimizer):
         model, optimizer = duplicate((model, optimizer))
         return model.weight, optimizer
@@ -77,8 +77,8 @@ WAYS = {
     "seed": _option("seed", 5),
     "rule": _option("amsgrad", True),
     "load_state_dict": _changed(lambda model, optimizer, state: optimizer.load_state_dict(optimizer.state_dict())),
-    "deepcopy": _copied(copy.deepcopy),
-    "pickle": _copied(lambda both: pickle.loads(pickle.dumps(both))),
+    "deepcopy": _buffer_copies(copy.deepcopy),
+    "pickle": _buffer_copies(lambda both: pickle.loads(pickle.dumps(both))),
     "state replaced": _changed(lambda model, optimizer, state: optimizer.state.update({model.weight: dict(state)})),
     "state tensor replaced": _changed(lambda model, optimizer, state: state.update(exp_avg=state["exp_avg"].clone())),
     "state tensor deleted": _changed(lambda model, optimizer, state: state.pop("exp_avg_sq")),

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import CHUNK_ELEMENTS
-from halfulp.optim.step._run import compile_and_check_kernels, compute_rule_sums
+from halfulp.optim.step._run import compile_kernels, compute_rule_sums
 
 
 def _weight(w):
@@ -35,7 +35,7 @@ def _sums(parameters, reductions, engine, **options):
     with hu.kernels.engine(engine):
         batches, _ = optimizer._collect_batches()
         for batch in batches:
-            compile_and_check_kernels(batch)
+            compile_kernels(batch)
         found = compute_rule_sums(batches)
     return [total for batch in found for total in batch]
 

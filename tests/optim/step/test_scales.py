@@ -431,7 +431,7 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_pythons(seed, dtype, lib
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", STATES)
 def test_the_scale_of_a_state_is_the_least_that_it_fits_under(seed, dtype, squared):
-    codec = TensorScaleCodec(PAYLOAD_STORE_BY_DTYPE[dtype], stochastic=True, squared=squared)
+    codec = TensorScaleCodec(PAYLOAD_STORE_BY_DTYPE[dtype], stochastic=True, is_second_moment=squared)
     most = torch.finfo(dtype).max
     edges = [math.ldexp(most, k) for k in range(-160, 112)]
     sides = [float(np.nextafter(np.float32(x), np.float32(to))) for x in edges for to in (0.0, np.inf)]

@@ -19,18 +19,12 @@ import torch
 from ..._messages import find_user_stack_level
 from ...kernels import compute_row_checksums, same_bits
 from ._local_tensors import get_local, is_dtensor
-from ._parameter_plan import (
-    ALREADY_WARNED_STEP,
-    MEMORY_REPLACED_VERSION,
-    UNKNOWN_VERSION,
-    ParameterPlan,
-    PayloadVersion,
-)
+from ._parameter_plan import MOVED_VERSION, UNKNOWN_VERSION, WARNED_STEP, ParameterPlan, PayloadVersion
 
-PAYLOAD_CHECKSUMS_KEY = "payload_checksums"
+CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
 LEGACY_PAYLOAD_COPY_STEPS_KEY = "payload_copy_steps"
-PAYLOAD_IDENTITY_KEYS = (PAYLOAD_CHECKSUMS_KEY, LEGACY_PAYLOAD_COPY_STEPS_KEY)
+PAYLOAD_IDENTITY_KEYS = (CHECKSUMS_KEY, LEGACY_PAYLOAD_COPY_STEPS_KEY)
 # From one write to the next where writes are a habit, as of a Lookahead, and not an event.
 _MOST_STEPS_BETWEEN_HABITUAL_WRITES = 100
 
@@ -38,12 +32,10 @@ _MOST_STEPS_BETWEEN_HABITUAL_WRITES = 100
 def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
     """Return the payload's saved identity beside auxiliary tensors, valid as `read_valid_auxiliary_tensors` are."""
     checksums = None if plan.payload_version is None else compute_payload_checksums(plan)
-    return {} if checksums is None else {PAYLOAD_CHECKSUMS_KEY: checksums, LEGACY_PAYLOAD_COPY_STEPS_KEY: 0}
+    return {} if checksums is None else {CHECKSUMS_KEY: checksums, LEGACY_PAYLOAD_COPY_STEPS_KEY: 0}
 
 
-def carry_over_payload_version(
-    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None
-) -> PayloadVersion:
+def carry_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:
@@ -56,7 +48,7 @@ def carry_over_payload_version(
         # torch.utils.swap_tensors leaves the counter with the memory: the parameter has another one now.
         if is_same and part is parameter and before._version == held.version != parameter._version:
             return replace(held, memory=memory, version=parameter._version)
-    return replace(held, memory=memory, version=held.version if is_same else MEMORY_REPLACED_VERSION)
+    return replace(held, memory=memory, version=held.version if is_same else MOVED_VERSION)
 
 
 def is_payload_overwritten(plan: ParameterPlan) -> bool:
@@ -103,8 +95,8 @@ def reset_stale_auxiliary_tensors(plan: ParameterPlan) -> None:
                 RuntimeWarning,
                 stacklevel=find_user_stack_level(),
             )
-            held.last_reset_step = ALREADY_WARNED_STEP
-        elif held.last_reset_step != ALREADY_WARNED_STEP:
+            held.last_reset_step = WARNED_STEP
+        elif held.last_reset_step != WARNED_STEP:
             held.last_reset_step = step
     record_payload_version(plan)
 
@@ -126,10 +118,7 @@ def record_loaded_auxiliary_tensors(plan: ParameterPlan, state: Mapping[str, Any
     """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
     if plan.payload_version is None:
         return
-    held, saved = (
-        PayloadVersion(UNKNOWN_VERSION, plan.payload_version.memory),
-        get_local(state.get(PAYLOAD_CHECKSUMS_KEY)),
-    )
+    held, saved = (PayloadVersion(UNKNOWN_VERSION, plan.payload_version.memory), get_local(state.get(CHECKSUMS_KEY)))
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
     if isinstance(saved, torch.Tensor) and (saved.dtype, saved.shape) == (torch.int64, (rows,)):
         held.checksums = saved.clone()

@@ -16,9 +16,9 @@ from ._local_tensors import get_local, get_payload, get_scaled_parameter_scale, 
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
-UNKNOWN_VERSION, MEMORY_REPLACED_VERSION = -1, -2
+UNKNOWN_VERSION, MOVED_VERSION = -1, -2
 # Stand for a step number there.
-NO_RESET_STEP, ALREADY_WARNED_STEP = -2, -3
+NO_RESET_STEP, WARNED_STEP = -2, -3
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class PayloadVersion:
     """The version of a parameter that its auxiliary tensors were stored beside."""
 
     # UNKNOWN_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them;
-    # MEMORY_REPLACED_VERSION after the parameter was given other memory.
+    # MOVED_VERSION after the parameter was given other memory.
     version: int
     memory: torch.Tensor  # the parameter's, then
     checksums: torch.Tensor | None = None  # of each row of the payload of loaded tensors; None if the file has none
-    # The step at which a write from outside last reset them; ALREADY_WARNED_STEP once a second in a row was warned of.
+    # The step at which a write from outside last reset them; WARNED_STEP once a second in a row was warned of.
     last_reset_step: int = NO_RESET_STEP
 
 
@@ -71,7 +71,7 @@ class PlanOptions(NamedTuple):
     format: Format | str | None
     param_dtype: torch.dtype | None
     seed: int
-    invalidation_count: int  # how often the cache that holds the plan was cleared before
+    invalidations: int  # how often the cache that holds the plan was cleared before
 
 
 @dataclass(frozen=True, eq=False, slots=True)

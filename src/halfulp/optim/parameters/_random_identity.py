@@ -32,11 +32,11 @@ def hash_parameter_name(name: str) -> int:
 _WRAPPER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
-def strip_wrapper_prefixes(names: Iterable[str], parallel: bool = True) -> list[str]:
+def strip_wrapper_prefixes(names: Iterable[str], strips_data_parallel: bool = True) -> list[str]:
     """Return the parameter names of the plain model inside a compiled, wrapped or DDP model.
 
     Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all, and
-    stays where `parallel` is False.
+    stays where `strips_data_parallel` is False.
 
     >>> strip_wrapper_prefixes(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
     ['0.weight', '1.bias']
@@ -44,7 +44,7 @@ def strip_wrapper_prefixes(names: Iterable[str], parallel: bool = True) -> list[
     plain = list(names)
     for wrapper in _WRAPPER_PREFIXES:
         plain = [name.replace(f".{wrapper}", ".").removeprefix(wrapper) for name in plain]
-    if parallel and plain and all(name.startswith("module.") for name in plain):
+    if strips_data_parallel and plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
     return plain
 

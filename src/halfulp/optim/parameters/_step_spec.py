@@ -189,12 +189,16 @@ def assign_random_bits_to_roundings(
 
 def count_pointer_columns(spec: StepSpec) -> int:
     """Return the number of pointer columns: parameter, three auxiliary, gradient, states, prepared tensors."""
-    return POINTER_COLUMNS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
+    return (
+        POINTER_COLUMNS_BEFORE_STATES
+        + sum(codec.tensor_count for codec in spec.codecs)
+        + (spec.rule.prepare is not None)
+    )
 
 
 def list_state_columns(spec: StepSpec) -> list[int]:
     """Return the first column of each state's tensors in the pointer table."""
-    widths = [codec.columns for codec in spec.codecs]
+    widths = [codec.tensor_count for codec in spec.codecs]
     return (
         [POINTER_COLUMNS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
     )

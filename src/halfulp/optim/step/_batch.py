@@ -20,11 +20,7 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
 from ..parameters._narrowing import is_marked_to_stay_float32
-from ..parameters._outside_writes import (
-    carry_over_payload_version,
-    record_payload_version,
-    reset_stale_auxiliary_tensors,
-)
+from ..parameters._outside_writes import carry_payload_version, record_payload_version, reset_stale_auxiliary_tensors
 from ..parameters._parameter_plan import LastingParameterRecord, ParameterPlan, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import STEPS_BEFORE_STATES_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
@@ -39,7 +35,7 @@ class BatchTable:
 
     def __init__(self, plans: list[ParameterPlan]) -> None:
         self.plans = plans
-        self.positions_among_all_parameters: list[int] = []  # of the parameters among those of all groups
+        self.parameter_positions: list[int] = []  # of the parameters among those of all groups
         self.group_row_ranges: list[tuple[int, int, int]] = []  # the number of a group, and its first and last row
         self.chunks = make_chunk_table([plan.index_map for plan in plans])  # int64 (chunks, 4)
         # int64 (parameters, pointers); the gradients' column is written at each step.
@@ -50,9 +46,9 @@ class BatchTable:
         # uint64 (parameters, 1), or (parameters, 0) without draws, written at each step.
         self.random_keys = np.zeros((len(plans), int(plans[0].spec.draws_random_bits)), np.uint64)
         # The row of the constants of each parameter where all have the same.
-        self.constant_row_by_parameter = np.zeros(len(plans), np.int64)
+        self.constant_rows = np.zeros(len(plans), np.int64)
         self.table_addresses = [
-            *map(get_array_address, (self.chunks, self.pointers, self.constant_row_by_parameter, self.random_keys))
+            *map(get_array_address, (self.chunks, self.pointers, self.constant_rows, self.random_keys))
         ]
         self.state_entries = [plan.state for plan in plans]
         # Of the tensors in these entries: their name, those of all parameters, and their addresses.
@@ -66,12 +62,12 @@ class BatchTable:
         self.noncontiguous_rows = [row for row, plan in enumerate(plans) if not plan.is_contiguous]
         self.has_only_plain_tensors = all(plan.is_plain_tensor for plan in plans)
         # The checks of the parameters and of their gradients; None where these are looked at one by one.
-        self.parameter_and_gradient_guards: tuple[TensorGuards, TensorGuards] | None = None
+        self.tensor_guards: tuple[TensorGuards, TensorGuards] | None = None
         self.chunks_on_device: DeviceChunks | None = None  # on an accelerator
 
     def select_values_of_batch(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
-        places = self.positions_among_all_parameters
+        places = self.parameter_positions
         return values if len(places) == len(values) else [values[place] for place in places]
 
     def is_valid_for(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
@@ -81,9 +77,9 @@ class BatchTable:
         says nothing: tensor classes and memory with gaps are looked at one by one.
         """
         return (
-            self.parameter_and_gradient_guards is not None
-            and self.parameter_and_gradient_guards[0].check(*parameters)
-            and self.parameter_and_gradient_guards[1].check(*gradients)
+            self.tensor_guards is not None
+            and self.tensor_guards[0].check(*parameters)
+            and self.tensor_guards[1].check(*gradients)
             and [*map(torch.Tensor.data_ptr, parameters)] == self.parameter_addresses
             and all(self._has_same_state_tensors(*column) for column in self.state_tensor_columns)
         )
@@ -97,10 +93,9 @@ class BatchTable:
             or self.noncontiguous_rows
             or {*map(type, gradients)} != {torch.Tensor}
         ):
-            self.parameter_and_gradient_guards = None
-        elif self.parameter_and_gradient_guards is None or not (
-            self.parameter_and_gradient_guards[0].check(*parameters)
-            and self.parameter_and_gradient_guards[1].check(*gradients)
+            self.tensor_guards = None
+        elif self.tensor_guards is None or not (
+            self.tensor_guards[0].check(*parameters) and self.tensor_guards[1].check(*gradients)
         ):
             sizes = [[*plan.shape] for plan in plans]
             # The stride along a dimension of one element says nothing.
@@ -109,7 +104,7 @@ class BatchTable:
                 TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
                 for tensors in (parameters, gradients)
             )
-            self.parameter_and_gradient_guards = own, given
+            self.tensor_guards = own, given
 
     def _has_same_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
@@ -134,12 +129,10 @@ class Batch:
     gradient_scales: list[float | torch.Tensor]  # 1 or a scaled gradient's scale, wherever that lies
     step_numbers: list[int]
     constants: list[tuple[float, ...]]  # the rule's; equal ones of one group are one object
-    groups_and_rule_steps: list[
-        tuple[Mapping[str, Any], int]
-    ]  # groups, and steps that the rule counts, where it is late
+    groups_and_steps: list[tuple[Mapping[str, Any], int]]  # groups, and steps that the rule counts, where it is late
     prepared_tensors: list[torch.Tensor] = field(default_factory=list)  # by row, of a rule's `prepare`
     # By row, copies without gaps of a parameter's own tensors, which the step writes and `record_step` copies back.
-    contiguous_copies_by_row: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    contiguous_copies: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     payload_versions: list[PayloadVersion] = field(default_factory=list)  # of those whose writes are tracked
     engine: str = ""
 
@@ -148,7 +141,7 @@ class Batch:
         self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
         for row in self.table.noncontiguous_rows:
             parts = list_payloads(self.parameters[row])
-            self.contiguous_copies_by_row[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
+            self.contiguous_copies[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
 
     @property
     def plans(self) -> list[ParameterPlan]:
@@ -164,8 +157,8 @@ class Batch:
         """Return the tensors of a parameter's weight without gaps, its gradient, its states and what is prepared."""
         plan = self.plans[row]
         weight = (
-            [*self.contiguous_copies_by_row[row], *plan.auxiliary_tensors]
-            if row in self.contiguous_copies_by_row
+            [*self.contiguous_copies[row], *plan.auxiliary_tensors]
+            if row in self.contiguous_copies
             else plan.weight_tensors
         )
         return weight, self.gradients[row], [*plan.states, *([one] for one in self.prepared_tensors[row : row + 1])]
@@ -187,7 +180,7 @@ class Batch:
         if not self.table.has_only_plain_tensors and not self.spec.scaled:
             stepped = [get_local(parameter) for parameter in stepped]
         torch.autograd.graph.increment_version(stepped)
-        for row, copies in self.contiguous_copies_by_row.items():
+        for row, copies in self.contiguous_copies.items():
             for part, copy in zip(self.plans[row].payloads, copies, strict=True):
                 part.copy_(copy)
         for entry, step in zip(self.table.state_entries, self.step_numbers):
@@ -216,13 +209,13 @@ class CachedBatchTables:
         self,
         settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
-        positions_without_gradient: list[int],
+        idle_positions: list[int],
         places: Sequence[list[int]],
         state: Mapping[Any, Any],
         before: CachedBatchTables | None,
     ) -> None:
         """Make the batches of parameters by their `places`; the tables `before` stay where their plans do."""
-        self.settings, self.plans, self.positions_without_gradient = settings, plans, positions_without_gradient
+        self.settings, self.plans, self.idle_positions = settings, plans, idle_positions
         self.state_entries = [*state.values()]
         self.tables: list[BatchTable] = []
         group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
@@ -234,7 +227,7 @@ class CachedBatchTables:
                 table = BatchTable(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            table.positions_among_all_parameters = chosen
+            table.parameter_positions = chosen
             table.group_row_ranges = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
             self.tables.append(table)
 
@@ -242,7 +235,7 @@ class CachedBatchTables:
         self,
         settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
-        positions_without_gradient: list[int],
+        idle_positions: list[int],
         parameters: list[torch.Tensor],
         gradients: list[torch.Tensor | None],
         state: Mapping[Any, Any],
@@ -251,7 +244,7 @@ class CachedBatchTables:
         if not (
             settings == self.settings
             and plans == self.plans
-            and positions_without_gradient == self.positions_without_gradient
+            and idle_positions == self.idle_positions
             and len(state) == len(self.state_entries)
             and all(map(is_, state.values(), self.state_entries))
         ):
@@ -309,9 +302,7 @@ class CachedBatchTables:
                     table,
                     table.select_values_of_batch(parameters),
                     table.select_values_of_batch(gradients),
-                    [scales.get(place, 1.0) for place in table.positions_among_all_parameters]
-                    if scales
-                    else [1.0] * len(steps),
+                    [scales.get(place, 1.0) for place in table.parameter_positions] if scales else [1.0] * len(steps),
                     steps,
                     constants,
                     counted,
@@ -332,7 +323,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.plan_by_parameter_id: dict[int, ParameterPlan] = {}  # for loops that cannot pay for a method call
-        self._invalidation_count = 0
+        self._invalidations = 0
         # Equal specifications are one object, because the parameters of one object step in one call.
         self._shared_specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
         # What the keys refer to by id is kept alive by the values.
@@ -361,7 +352,7 @@ class PlanCache:
 
     def invalidate_all(self) -> None:
         """Make every plan invalid."""
-        self._invalidation_count += 1
+        self._invalidations += 1
         self.batch_tables = None
 
     def read_plan_options(self, group: Mapping[str, Any]) -> PlanOptions:
@@ -369,12 +360,7 @@ class PlanCache:
         given = group["state_dtype"]
         states = tuple(given.items()) if isinstance(given, Mapping) else given  # which may change inside
         return PlanOptions(
-            group["weight_update"],
-            states,
-            group["format"],
-            group["param_dtype"],
-            group["seed"],
-            self._invalidation_count,
+            group["weight_update"], states, group["format"], group["param_dtype"], group["seed"], self._invalidations
         )
 
     def renew_plan(
@@ -412,7 +398,7 @@ class PlanCache:
         if gradient is not None:
             check_kernel_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = carry_over_payload_version(parameter, part, plan.record.payload_version)
+            plan.record.payload_version = carry_payload_version(parameter, part, plan.record.payload_version)
         self.plan_by_parameter_id[id(parameter)] = plan
         return plan
 

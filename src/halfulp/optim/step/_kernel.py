@@ -39,7 +39,7 @@ from ..parameters._step_spec import (
 )
 from ..rules._update_rule import UpdateRule
 from ..states._codec import TensorScaleCodec, find_finite_magnitude_word
-from ..states._int8_blocks import GROW_FACTOR, HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, Int8Blocks
+from ..states._int8_blocks import DOWNSCALE_FACTOR, RESCALED_ROOT, RESCALED_SQUARE, UPSCALE_FACTOR, Int8Blocks
 
 GRADIENT_COLUMN = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
@@ -75,7 +75,7 @@ def record_step(spec: StepSpec, finds_payload_amax: bool = False) -> Trace:
     step = _StepRecorder(spec, element)
     step.record()
     if finds_payload_amax:
-        payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
+        payload = spec.store.decode_code(spec.store.load_code(element.arrays[0], element.index))
         element.trace.emit_total("max", find_finite_magnitude_word(payload))
     return element.trace
 
@@ -85,8 +85,8 @@ class _StepRecorder:
 
     def __init__(self, spec: StepSpec, element: ElementRecording) -> None:
         self.spec, self.trace, self.element = spec, element.trace, element
-        self.i, self.arrays, numbers = element.index, element.arrays, element.constants
-        self.block = self.trace.emit("block", (), None, "block")
+        self.index, self.arrays, numbers = element.index, element.arrays, element.constants
+        self.block_index = self.trace.emit("block", (), None, "block")
         count = len(spec.rule.constants)
         self.rule_constants, self.scales = numbers[:count], dict(zip(spec.constant_names[count:], numbers[count:]))
         self.weight_update_bindings = spec.update.make_bindings(spec.store)
@@ -95,17 +95,17 @@ class _StepRecorder:
     def record(self) -> None:
         """Record the step."""
         spec = self.spec
-        p, *held = self.bind_weight_update_function("read_weight")(*self.arrays[:4], self.i)
-        g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
+        p, *held = self.bind_weight_update_function("read_weight")(*self.arrays[:4], self.index)
+        g = spec.gradient.decode_code(spec.gradient.load_code(self.arrays[GRADIENT_COLUMN], self.index))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
         roots = [self.load_stored_state(k) for k in range(len(spec.codecs))]
         if spec.rescales_large_elements:  # scale an element down whose square float32 does not hold
-            large = abs(g) > HUGE_ROOT
+            large = abs(g) > RESCALED_ROOT
             for codec, slot, root in zip(spec.codecs, spec.rule.states, roots):
                 if slot.degree == 2:
-                    large = large | (root > (HUGE_ROOT if isinstance(codec, Int8Blocks) else HUGE_SQUARE))
+                    large = large | (root > (RESCALED_ROOT if isinstance(codec, Int8Blocks) else RESCALED_SQUARE))
             self.trace.rare_masks.add(large.number)
-            self.downscale, self.upscale = select(large, SHRINK_FACTOR, ONE), select(large, GROW_FACTOR, ONE)
+            self.downscale, self.upscale = select(large, DOWNSCALE_FACTOR, ONE), select(large, UPSCALE_FACTOR, ONE)
         values = [self.convert_state_for_rule(k, root) for k, root in enumerate(roots)]
         if spec.computes_rule_reductions:
             self.record_reductions(w, g, values)
@@ -114,7 +114,7 @@ class _StepRecorder:
         if spec.computed_reduction == "amax":
             self.trace.emit_total("max", find_finite_magnitude_word(w + u))
             for k, codec in spec.scaled_codec_by_state.items():
-                self.trace.emit_total("max", find_finite_magnitude_word(codec.take_root_if_squared(new[k])))
+                self.trace.emit_total("max", find_finite_magnitude_word(codec.take_root_of_second_moment(new[k])))
             return
         weight_draws, state_draws = assign_random_bits_to_roundings(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_random_bits(draw) for draw in weight_draws])
@@ -136,14 +136,14 @@ class _StepRecorder:
         """Load state k as it is stored: a second moment in blocks before squaring."""
         codec, arrays = self.spec.codecs[k], self.list_state_addresses(k)
         if isinstance(codec, Int8Blocks):
-            return codec.load_unsquared(arrays, self.i, self.block)
+            return codec.load_before_squaring(arrays, self.index, self.block_index)
         scale = self.scales[f"scale_{k}"] if isinstance(codec, TensorScaleCodec) else None
-        return codec.load(arrays, self.i, self.block, scale)
+        return codec.load_element(arrays, self.index, self.block_index, scale)
 
     def list_state_addresses(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
         first = list_state_columns(self.spec)[k]
-        return self.arrays[first : first + self.spec.codecs[k].columns]
+        return self.arrays[first : first + self.spec.codecs[k].tensor_count]
 
     def convert_state_for_rule(self, k: int, stored: Any) -> Any:
         """Return state k as the rule takes it."""
@@ -177,7 +177,7 @@ class _StepRecorder:
         """Return what a function of the rule takes before its constants."""
         rule, finite = self.spec.rule, select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
         g = self.multiply_if_rescaled(g, self.downscale)
-        prepared = [] if rule.prepare is None else [F32.real(F32.load(self.arrays[-1], self.i))]
+        prepared = [] if rule.prepare is None else [F32.decode_code(F32.load_code(self.arrays[-1], self.index))]
         return [finite, g, *prepared, *values]
 
     def record_reductions(self, w: Any, g: Any, values: Sequence[Any]) -> None:
@@ -208,7 +208,7 @@ class _StepRecorder:
             ratio = scales["weight_ratio"]
             terms = (p * ratio, first * ratio, second * ratio, last, u * scales["weight_inverse"])
         given = [*bits, NO_RANDOM_WORD, NO_RANDOM_WORD][:2]
-        return self.bind_weight_update_function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
+        return self.bind_weight_update_function("write_weight")(*self.arrays[:4], self.index, *terms, *given)
 
     def record_lost_update_sums(self, w: Any, u: Any, new: Any) -> None:
         """Sum up what updates were asked for, and what became of them."""
@@ -228,14 +228,18 @@ class _StepRecorder:
         codec, slot = self.spec.codecs[k], self.spec.rule.states[k]
         if isinstance(codec, Int8Blocks):
             root = sqrt(value) if slot.degree == 2 else value
-            codec.save_unsquared(
-                self.list_state_addresses(k), self.i, self.block, self.multiply_if_rescaled(root, self.upscale), bits
+            codec.store_before_squaring(
+                self.list_state_addresses(k),
+                self.index,
+                self.block_index,
+                self.multiply_if_rescaled(root, self.upscale),
+                bits,
             )
             return
         value = self.multiply_if_rescaled(value, self.upscale)
         value = self.multiply_if_rescaled(value, self.upscale) if slot.degree == 2 else value
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, TensorScaleCodec) else None
-        codec.save(self.list_state_addresses(k), self.i, self.block, value, inverse, bits)
+        codec.store_element(self.list_state_addresses(k), self.index, self.block_index, value, inverse, bits)
 
     def draw_random_bits(self, drawn: RandomBitDraw | None) -> Any:
         """Return random bits: a word of the element's one hash, or some of its bits."""

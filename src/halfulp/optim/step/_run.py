@@ -41,7 +41,7 @@ KERNEL_SUM_COLUMN_COUNT = 4
 _MOST_KEYS_HASHED_IN_PYTHON = 8  # keys that take Python less time than NumPy's arrays
 
 
-def compile_and_check_kernels(batch: Batch) -> None:
+def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
@@ -188,7 +188,7 @@ def _write_step_pointers(batch: Batch) -> None:
             pointers[row, GRADIENT_COLUMN] = address(gradients[row])
     for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
-    for row, copies in batch.contiguous_copies_by_row.items():
+    for row, copies in batch.contiguous_copies.items():
         for column, copy in enumerate(copies):
             pointers[row, column] = address(copy)
 
@@ -340,7 +340,7 @@ def add_prepared_tensors(batch: Batch) -> None:
     prepare = batch.spec.rule.prepare
     if prepare is None:
         return
-    for row, (group, age) in enumerate(batch.groups_and_rule_steps):
+    for row, (group, age) in enumerate(batch.groups_and_steps):
         with torch.autocast(batch.device.type, enabled=False):  # the caller's would multiply in 16 bits
             made, late = prepare(GatheredTensors(batch, row), group, age)
         shard = batch.plans[row].index_map
@@ -396,7 +396,7 @@ def add_constants_from_sums(batches: Sequence[Batch], sums: Sequence[list[tuple[
         if late is None:
             continue
         made: dict[tuple[int, int, tuple[float, ...]], tuple[float, ...]] = {}
-        for row, ((group, age), total) in enumerate(zip(batch.groups_and_rule_steps, found, strict=True)):
+        for row, ((group, age), total) in enumerate(zip(batch.groups_and_steps, found, strict=True)):
             key = id(group), age, total
             if key not in made:
                 made[key] = (*batch.constants[row], *late(group, age, total))

@@ -11,7 +11,7 @@ import torch
 from ..parameters._local_tensors import get_scaled_parameter_scale
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
-from ..states._codec import compute_finite_amax, find_array_library, find_power_of_two_below
+from ..states._codec import compute_finite_amax, floor_to_power_of_two, get_array_module
 
 ConstantRow = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
@@ -86,7 +86,7 @@ def compute_scale_constants(spec: StepSpec, present: Any, largest: Any) -> Any:
     columns = [weights, 1 / new, gradients, ratio, new]
     for codec, held, greatest in zip(spec.scaled_codec_by_state.values(), states, largest[1:-1], strict=True):
         columns += [held, 1 / codec.fit_scale(greatest)]
-    return find_array_library(present).stack(columns)
+    return get_array_module(present).stack(columns)
 
 
 def fit_weight_scale(dtype: torch.dtype, present: Any, largest: Any, stored: Any) -> tuple[Any, Any]:
@@ -100,12 +100,12 @@ def fit_weight_scale(dtype: torch.dtype, present: Any, largest: Any, stored: Any
     >>> fit_weight_scale(torch.float16, ones, np.array([100.0, 40000.0, 0.0]), 0 * ones)[0]
     array([1.000e+00, 4.096e+03, 1.000e+00])
     """
-    where = find_array_library(present).where
+    where = get_array_module(present).where
     lowest, highest, target = PAYLOAD_BINADE_WINDOW_BY_DTYPE[dtype]
-    binade = find_power_of_two_below(largest)
+    binade = floor_to_power_of_two(largest)
     wanted = (binade * 2.0**-target).clip(2.0**-126, 2.0**126)
     keeps = (largest == 0) | ((binade >= 2.0**lowest * present) & (binade <= 2.0**highest * present))
-    reached = present * (2 * find_power_of_two_below(stored)).clip(1) * 2.0**-LARGEST_PAYLOAD_EXPONENT
+    reached = present * (2 * floor_to_power_of_two(stored)).clip(1) * 2.0**-LARGEST_PAYLOAD_EXPONENT
     reached = where(wanted > reached, wanted, reached)
     if torch.finfo(dtype).max > 2.0**LARGEST_PAYLOAD_EXPONENT:
         # The payload's own range is wide enough for what a factor in float32's range leaves to do.
