@@ -241,7 +241,7 @@ LOOKED_AT = {
     "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "has_common_memory"},
     "kernels/_plain_memory.py": {"address", "has_strided_values", "get_plain_address_or_zero"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
-    "arithmetic/_pointwise.py": {"evaluate_on_like_operands", "run_on_broadcast_operands", "_is_written_before_read"},
+    "arithmetic/_pointwise.py": {"run_on_like_operands", "run_on_broadcast_operands", "_is_written_before_read"},
     "observation/auditing/_run.py": {"_find_memory"},
     "optim/_gradient_release.py": {"_find_storage_peers"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},

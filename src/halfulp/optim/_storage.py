@@ -39,14 +39,14 @@ from ..kernels._operations import (
 )
 from ..kernels._trace import RecordedFunction
 from ..rounding._device_functions import (
-    BEYOND_HALF,
     E4M3FN_FUNCTIONS,
     E5M2_FUNCTIONS,
     FLOAT16_INFINITY,
     FLOAT16_LEAST_NORMAL_AS_FLOAT32,
     FLOAT16_NAN,
+    FLOAT16_OVERFLOW_WORD,
+    FLOAT16_REBIAS,
     FLOAT16_SIGN_MASK,
-    REBIAS,
     THIRTEEN,
     encode_float16,
     widen_bfloat16,
@@ -142,10 +142,10 @@ def round_to_fp16_stochastically(x, random):
     below = to_word(select(magnitude < FLOAT16_LEAST_NORMAL_AS_FLOAT32, units, TWO_TO_24))
     chance = to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24
     tiny = add(below, select(chance < units - to_real(below), ONE, np.uint32(0)))
-    normal = shr(sub(add(magnitude, shr(random, NINETEEN)), REBIAS), THIRTEEN)
+    normal = shr(sub(add(magnitude, shr(random, NINETEEN)), FLOAT16_REBIAS), THIRTEEN)
     finite = select(magnitude < FLOAT16_LEAST_NORMAL_AS_FLOAT32, tiny, normal)
     special = select(magnitude > EXPONENT_MASK, FLOAT16_NAN, FLOAT16_INFINITY)
-    code = select(magnitude >= BEYOND_HALF, special, finite)
+    code = select(magnitude >= FLOAT16_OVERFLOW_WORD, special, finite)
     return bit_or(code, bit_and(shr(bits, SIXTEEN), FLOAT16_SIGN_MASK))
 
 
