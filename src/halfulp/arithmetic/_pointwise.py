@@ -333,7 +333,7 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
     return written
 
 
-def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
+def run_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
     """`pointwise` of two contiguous operands of one shape, dtype and number of components, and a result of these.
 
     In half the steps: small operators take as long as their steps in Python.
@@ -355,7 +355,7 @@ def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
 
 @functools.cache
 def _make_kernels_for_like_operands(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
-    """Return the kernels of `evaluate_on_like_operands`."""
+    """Return the kernels of `run_on_like_operands`."""
     return make_pointwise_kernels(name, ((dtype, components),) * 2, components, dtype)
 
 

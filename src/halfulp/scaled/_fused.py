@@ -66,9 +66,11 @@ PAYLOAD_CODEC_BY_DTYPE = {
         lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite_values(x, 65504.0)))
     ),
     torch.float8_e5m2: PayloadCodec(
-        E5M2_FUNCTIONS.decode, lambda x: E5M2_FUNCTIONS.nearest(clamp_finite_values(x, 57344.0), None)
+        E5M2_FUNCTIONS.decode_code, lambda x: E5M2_FUNCTIONS.round_to_nearest(clamp_finite_values(x, 57344.0), None)
     ),
-    torch.float8_e4m3fn: PayloadCodec(E4M3FN_FUNCTIONS.decode, lambda x: E4M3FN_FUNCTIONS.nearest(x, None)),
+    torch.float8_e4m3fn: PayloadCodec(
+        E4M3FN_FUNCTIONS.decode_code, lambda x: E4M3FN_FUNCTIONS.round_to_nearest(x, None)
+    ),
 }
 
 
