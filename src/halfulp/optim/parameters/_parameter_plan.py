@@ -40,7 +40,7 @@ class PayloadVersion:
     # UNKNOWN_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them;
     # MOVED_VERSION after the parameter was given other memory.
     version: int
-    memory: torch.Tensor  # the parameter's, then
+    memory: torch.Tensor  # the parameter's memory when this was read
     checksums: torch.Tensor | None = None  # of each row of the payload of loaded tensors; None if the file has none
     # The step at which a write from outside last reset them; WARNED_STEP once a second in a row was warned of.
     last_reset_step: int = NO_RESET_STEP

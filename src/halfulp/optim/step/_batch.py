@@ -317,8 +317,9 @@ class PlanCache:
     """All that an optimizer derives from its parameters, groups and states, and can derive again.
 
     A plan is out of date as soon as `is_plan_valid` finds that something it was made from has changed: whoever uses
-    plans asks that first, and replaces the plan by `renew_plan`. `clear` is for changes that no plan shows, such as of
-    the names that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an empty cache.
+    plans asks that first, and replaces the plan by `renew_plan`. `invalidate_all` is for changes that no plan shows,
+    such as of the names that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an
+    empty cache.
     """
 
     def __init__(self) -> None:

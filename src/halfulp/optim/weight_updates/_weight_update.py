@@ -26,9 +26,9 @@ class WeightUpdate:
     """The base of weight updates: how an update u is added to a parameter of few bits.
 
     A subclass gives the tensors that lie beside the parameter, and its arithmetic once, as device functions
-    (`bindings`); torch runs them on tensors, and kernels are written from them. One that `compensates` adds u to its
-    parts and not to the weight that they stand for. One that `scales` keeps floats that one power of two multiplies,
-    as the payload of a scaled parameter wants.
+    (`make_bindings`); torch runs them on tensors, and kernels are written from them. One that `compensates` adds u to
+    its parts and not to the weight that they stand for. One that `scales` keeps floats that one power of two
+    multiplies, as the payload of a scaled parameter wants.
     """
 
     name: ClassVar[str]
