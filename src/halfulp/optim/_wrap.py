@@ -206,7 +206,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         if parameter not in self._shadow_by_parameter:
             with torch.inference_mode(False):  # steps write it
-                shadow = wrap_like_dtensor(_make_zeros_without_memory(parameter), parameter)
+                shadow = wrap_like_dtensor(_expand_float32_zero_to_local_shape(parameter), parameter)
                 self._shadow_by_parameter[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
         return self._shadow_by_parameter[parameter]
 
@@ -230,7 +230,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                     )
         finally:
             for parameter, shadow in shadows.items():
-                _set_shadow_memory(shadow, _make_zeros_without_memory(parameter))
+                _set_shadow_memory(shadow, _expand_float32_zero_to_local_shape(parameter))
 
     def _update_base_groups(self) -> None:
         """Make the wrapped optimizer's groups those of this one, over shadows."""
@@ -303,7 +303,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for plan in plans:
                 shadow = self._shadow_by_parameter[plan.parameter]
                 shadow.grad = None
-                _set_shadow_memory(shadow, _make_zeros_without_memory(plan.parameter))
+                _set_shadow_memory(shadow, _expand_float32_zero_to_local_shape(plan.parameter))
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
         """Add the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -371,7 +371,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _make_zeros_without_memory(parameter: torch.Tensor) -> torch.Tensor:
+def _expand_float32_zero_to_local_shape(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = get_local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
@@ -384,7 +384,11 @@ def _copy_weight_as_float32(parameter: torch.Tensor, plan: ParameterPlan | None)
         return read_float32_weights([plan])[0]
     if isinstance(part, (MCTensor, ScaledTensor)):
         return part.decode(torch.float32)
-    return part.to(torch.float32, copy=True) if part.is_floating_point() else _make_zeros_without_memory(parameter)
+    return (
+        part.to(torch.float32, copy=True)
+        if part.is_floating_point()
+        else _expand_float32_zero_to_local_shape(parameter)
+    )
 
 
 def _set_shadow_memory(shadow: torch.Tensor, values: torch.Tensor) -> None:

@@ -191,7 +191,7 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
         for position, trained in enumerate(inputs.parameters)
     )
     notes = list(inputs.notes)
-    broken = [one.name for one in inputs.parameters if _has_nonfinite_elements(one, sample)]
+    broken = [one.name for one in inputs.parameters if _has_nonfinite_sampled_elements(one, sample)]
     if broken:
         notes.append(f"{quote(broken)} hold NaN or infinity, in weights or states: these elements are left out")
     unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
@@ -207,11 +207,11 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     return replace(made, findings=collect_findings("forecast", made))
 
 
-def _has_nonfinite_elements(trained: TrainedTensor, sample: int) -> bool:
-    """Return whether the elements that are followed have NaN or infinity, or their states have."""
+def _has_nonfinite_sampled_elements(trained: TrainedTensor, max_elements: int) -> bool:
+    """Return whether the sampled elements have NaN or infinity, or their states have."""
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
-    index = sample_positions(count, sample)
+    index = sample_positions(count, max_elements)
     return any(
         not bool(to_float64(one.detach().flatten()[index]).isfinite().all())
         for one in [trained.value, *states]

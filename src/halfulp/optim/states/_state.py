@@ -124,7 +124,7 @@ StateChoice = OneStateChoice | Mapping[str, OneStateChoice]
 
 
 def encode_constant_state(codec: Codec, value: float) -> list[torch.Tensor]:
-    """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
+    """Encode a state whose elements all are `value`; return one element (or block) of each tensor it is stored in."""
     shape = torch.Size([codec.scale_block_length or 1])
     made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.describe_tensors("", shape).values()]
     codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"))
