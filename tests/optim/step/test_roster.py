@@ -203,7 +203,7 @@ GRADIENTS = {
 
 
 def _is_anew(run):
-    run.optimizer._plans.roster = None
+    run.optimizer._plans.batch_tables = None
 
 
 @pytest.mark.sampled(1)
@@ -350,7 +350,7 @@ def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
             if number in (4, 6, 9):
                 with torch.no_grad():
                     parameter[0].mul_(0.5)
-        two._plans.roster = None
+        two._plans.batch_tables = None
         one.step(), two.step()
         states = one.state[kept], two.state[anew]
         assert same_bits(kept.detach().decode(), anew.detach().decode()), number
