@@ -97,8 +97,13 @@ def list_matching_parameters(found: Iterable[ParameterRef], where: ParameterSele
     return [ref for ref in found if id(ref.value) in matched]
 
 
-def check_has_shape(ref: ParameterRef) -> None:
-    """Raise for a parameter of a lazy module that has seen no batch."""
+def check_module_takes_conversion(ref: ParameterRef) -> None:
+    """Raise for a parameter of a lazy module that has seen no batch, or of a module of torch.jit."""
+    if isinstance(ref.module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"parameter {ref.name!r} is of {name_type(ref.module)}, which runs its graph as recorded: convert the "
+            "model before torch.jit.script or torch.jit.trace"
+        )
     if nn.parameter.is_lazy(ref.value):
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
