@@ -193,7 +193,7 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     notes = list(inputs.notes)
     broken = [one.name for one in inputs.parameters if _has_nonfinite_elements(one, sample)]
     if broken:
-        notes.append(f"{quote(broken)} hold NaN or infinity, in weights or states: these elements are left out")
+        notes.append(f"{quote(broken)} hold NaN or infinity, in weights as trained or states: these are left out")
     unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
     if unknown:
         notes.append(
@@ -212,8 +212,6 @@ def _has_nonfinite_elements(trained: TrainedTensor, sample: int) -> bool:
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
     index = sample_positions(count, sample)
-    return any(
-        not bool(to_float64(one.detach().flatten()[index]).isfinite().all())
-        for one in [trained.value, *states]
-        if one.is_floating_point()
-    )
+    followed = [one.detach().flatten()[index] for one in (trained.value, *states) if one.is_floating_point()]
+    followed[0] = followed[0].to(trained.dtype)
+    return any(not bool(to_float64(one).isfinite().all()) for one in followed)
