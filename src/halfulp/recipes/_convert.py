@@ -13,7 +13,7 @@ from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import mark_as_float32, narrow_parameter, refuse_values_beyond, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
-from ..subclass.models._conversion import check_module_takes_conversion, list_module_parameters, remove_forward_hooks
+from ..subclass.models._conversion import list_module_parameters, refuse_torchscript, remove_forward_hooks
 from ..subclass.models._parameter_holders import (
     check_parameter_holders,
     list_parameters_held_by_optimizers,
@@ -106,7 +106,7 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     kept = find_float32_modules_with_reasons(model, recipe)
     assign_weight_updates(recipe, model)
     for ref in list_module_parameters(model) if recipe.param_dtype or recipe.operand_format else ():
-        check_module_takes_conversion(ref)
+        refuse_torchscript(ref)
     if recipe.is_narrow:
         advice = "take a wider recipe, or keep its module in float32 by recipe.replace(float32=...)"
         keeps = list_float32_parameter_ids(model, kept)

@@ -337,11 +337,6 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def _is_scalable_parameter(place: ParameterRef) -> bool:
     check_module_takes_conversion(place)
-    if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
-        raise ValueError(
-            f"parameter {place.name!r} is of {name_type(place.module)} with sparse=True, whose gradients have no "
-            "scale: make it with sparse=False, or leave it out by where="
-        )
     if place.value.layout != torch.strided:
         raise ValueError(
             f"parameter {place.name!r} has layout {place.value.layout}: scaled tensors are dense; leave it out by "
