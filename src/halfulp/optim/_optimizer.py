@@ -95,7 +95,7 @@ class Optimizer(CheckpointMixin):
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
 
     Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        ValueError: a hyper-parameter out of range, options that do not go together, or values beyond `param_dtype`.
         TypeError: an unknown option, or `params` that are no parameters.
 
     Options may be words, as a command line or a YAML file gives them: "1e-3", "bf16", "torch.bfloat16", "true",
