@@ -21,7 +21,7 @@ from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
 from ._site import GLOBAL_SITE_KEY, MAX_EXPONENT, get_exponent_of_power_of_two_scale
-from ._state import check_saved_sites_match, convert_sites_to_plain_data, read_site_entries_by_key
+from ._state import add_new_sites, check_saved_sites_match, convert_sites_to_plain_data, read_site_entries_by_key
 from .eager._attach import attach_scaler
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
@@ -372,8 +372,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, and begin its iteration anew: gradients made before are not stepped with.
 
-        Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
-        floor and ceiling stay this scaler's.
+        Sites are known from the first forward pass on; before it only the modules that they name are compared, and a
+        state of then takes all sites back to the start. Policy, floor and ceiling stay this scaler's.
 
         Raises:
             ValueError: an empty or damaged state, a GradScaler's, or one of another model; nothing is changed.
@@ -385,6 +385,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         controller, given = self._controller, read_site_entries_by_key(state_dict)
         module_names = {name for one in controller.backward.name_caches for name, _ in one.list_modules()}
         module_names |= {"model", "", GLOBAL_SITE_KEY}
+        if not state_dict["progress"][0]:
+            add_new_sites(given, controller.sites)
         check_saved_sites_match(given, set(controller.sites), module_names)
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
