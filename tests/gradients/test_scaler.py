@@ -1,5 +1,6 @@
 """AdaptiveGradScaler as torch's GradScaler: the same calls, and with one scale the same numbers."""
 
+import copy
 import io
 import weakref
 
@@ -242,6 +243,25 @@ def test_a_state_that_is_loaded_within_an_iteration_begins_it_anew(options, at, 
     run_until("update", 2.0**-9)
     assert scaler.last_step.applied
     assert scaler.state_dict() == wanted
+
+
+@pytest.mark.parametrize("merged", [(), ("2",)])
+@pytest.mark.parametrize("options", OPTIONS + DYNAMIC, ids=str)
+def test_a_state_of_before_the_first_iteration_begins_the_training_anew(options, merged, seed):
+    """As a search for the learning rate does, which goes back to the start."""
+    model = mlp()
+    scaler, weights = hu.AdaptiveGradScaler(model, **options), copy.deepcopy(model.state_dict())
+    scaler.merge_into_global_site(*merged)
+    saved, found = scaler.state_dict(), []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        for _ in range(6):
+            step_once(model, scaler)
+        found.append((copy.deepcopy(scaler.state_dict()), sites(scaler)))
+        scaler.load_state_dict(saved)
+        model.load_state_dict(weights)
+    assert found[0] == found[1] != (saved, sites(scaler))
+    assert all(row.exponent == 16 for row in scaler.sites())
 
 
 def test_a_grad_scalers_state_is_refused_with_the_scale_to_start_from(seed):

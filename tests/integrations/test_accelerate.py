@@ -56,6 +56,29 @@ def test_the_parameters_are_those_of_a_training_without_a_scaler(order, seed, tm
     assert accelerator.scaler.get_scale() == before
 
 
+def test_optimizers_of_one_backward_pass_are_stepped_by_the_scaler(seed):
+    """A prepared one's step ends the iteration, so that the second one's is refused."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(seed)
+    model, inputs = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(16, 4)
+    plain = copy.deepcopy(model)
+    scaler = use_scaler(accelerator, model)
+    both = accelerator.prepare(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))
+    for one, other in ((model, both), (plain, [torch.optim.SGD(plain.parameters(), lr=0.1)])):
+        loss = one(inputs).square().mean()
+        accelerator.backward(loss) if one is model else loss.backward()
+        for optimizer in other:
+            scaler.step(optimizer.optimizer) if one is model else optimizer.step()
+    scaler.update()
+    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    accelerator.backward(model(inputs).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    both[0].step()
+    scaler.get_scale()  # as for a log
+    with pytest.raises(ValueError, match=r"accelerate and Lightning call each: there call scaler\.step\(one"):
+        both[1].step()
+
+
 def test_a_pickled_optimizer_goes_on_with_the_scaler(seed, tmp_path):
     accelerator, _, _ = _trained(seed, "after", tmp_path)
     prepared = accelerator._optimizers[-1]

@@ -131,6 +131,30 @@ def test_a_module_is_fitted_validated_and_fitted_again(kind, seed, tmp_path):
     other.validate(module, data)
 
 
+@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+def test_schedule_free_optimizers_show_their_averages(run, seed, tmp_path):
+    shown = []
+
+    class Shown(Module):
+        def validation_step(self, batch, step):
+            shown.append(self.network[0].weight.detach().clone())
+
+        test_step = predict_step = validation_step
+
+    torch.manual_seed(seed)
+    module = Shown(lambda module: hu.optim.SGDScheduleFree(module.parameters(), lr=0.1))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 2)))
+    folder = {"default_root_dir": tmp_path, "enable_checkpointing": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[Precision()], **QUIET, **folder)
+    trainer.fit(module, data)
+    getattr(trainer, run)(module, data)
+    trained = module.network[0].weight.detach().clone()
+    assert not torch.allclose(shown[-1], trained, atol=1e-5)
+    trainer.optimizers[0].eval()
+    # There and back may round.
+    torch.testing.assert_close(shown[-1], module.network[0].weight.detach(), atol=1e-6, rtol=0)
+
+
 def test_lightnings_own_bf16_loses_the_low_bits_that_the_recipe_keeps(seed, tmp_path):
     def still(module):
         return hu.AdamW(module.named_parameters(), lr=0.0, weight_decay=0.0, weight_update="split")

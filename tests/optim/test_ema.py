@@ -289,6 +289,24 @@ def test_wrappers_of_the_model_are_no_part_of_the_names(seed):
         assert all(torch.equal(plain.state_dict()["tensors"][name], t) for name, t in saved["tensors"].items())
 
 
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+def test_wrappers_of_the_model_change_no_bit(update, seed):
+    class Around(torch.nn.Module):
+        def __init__(self, net, name):
+            super().__init__()
+            self.add_module(name, net)
+
+    net = model()
+    wrapped = [Around(net, name) for name in ("_orig_mod", "module", "_forward_module")]
+    averages = [hu.optim.EMA(one, 0.9, weight_update=update) for one in (net, *wrapped)]
+    for _ in range(3):
+        disturb(net)
+        for one in averages:
+            one.update()
+    plain, *others = [[*one.state_dict()["tensors"].values()] for one in averages]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
+
+
 def test_names_that_a_wrappers_prefix_tells_apart_are_kept(seed):
     class Around(torch.nn.Module):
         def __init__(self):

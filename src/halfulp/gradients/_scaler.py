@@ -21,7 +21,7 @@ from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
 from ._site import GLOBAL_SITE_KEY, MAX_EXPONENT, get_exponent_of_power_of_two_scale
-from ._state import check_saved_sites_match, convert_sites_to_plain_data, read_site_entries_by_key
+from ._state import add_new_sites, check_saved_sites_match, convert_sites_to_plain_data, read_site_entries_by_key
 from .eager._attach import attach_scaler
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
@@ -95,6 +95,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self.last_step: LastStep | None = None
         # By a parameter's identity: the gradient that was divided since the last update.
         self._unscaled_gradients: dict[int, weakref.ref[Tensor]] = {}
+        # Those of the iteration before, with their versions at its end.
+        self._left_over_gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._tensor_exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._scale_was_read = False
@@ -168,16 +170,18 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         controller = self._controller
-        by_hand = (controller.losses or self._scale_was_read) and next(
-            _list_parameters_with_gradients(optimizer), None
-        ) is not None
+        by_hand = (controller.losses or self._scale_was_read) and not all(
+            map(self._is_gradient_left_over, _list_parameters_with_gradients(optimizer))
+        )
         if not (controller.backward.pass_count or by_hand):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
                 "scaler.update(): call scaler.scale(loss).backward(), or multiply gradients that you set by hand by "
-                "scaler.get_scale(). A stage of a pipeline without a loss gets its gradients from another process, "
-                "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
-                "constant power of two and divide every stage's gradients by it"
+                "scaler.get_scale(). Step all optimizers of one pass before update(), which prepared ones of "
+                "accelerate and Lightning call each: there call scaler.step(one.optimizer) for each, then "
+                "scaler.update(). A stage of a pipeline without a loss gets its gradients from another process, at a "
+                "scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a constant "
+                "power of two and divide every stage's gradients by it"
             )
         controller.backward.deactivate_hooks_outside_backward()
         self._make_scale_tensor(torch.device(self._device))
@@ -204,6 +208,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
         self._unscaled_gradients |= {id(one): weakref.ref(one.grad) for one in parameters if one.grad is not None}
         return flags
+
+    def _is_gradient_left_over(self, parameter: Tensor) -> bool:
+        """Return whether a gradient was unscaled in the iteration before, and not written since."""
+        gradient, version = self._left_over_gradients.get(id(parameter), (None, 0))
+        left = gradient() if gradient is not None else None
+        return left is not None and left is parameter.grad and left._version == version
 
     @break_graph_and_run_eagerly
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -276,6 +286,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _clear_iteration(self) -> None:
         """Clear what is known of the gradients of an iteration."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        held = ((key, gradient, gradient()) for key, gradient in self._unscaled_gradients.items())
+        self._left_over_gradients = {key: (one, live._version) for key, one, live in held if live is not None}
         self._unscaled_gradients.clear()
         self._scale_was_read = False
 
@@ -372,8 +384,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, and begin its iteration anew: gradients made before are not stepped with.
 
-        Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
-        floor and ceiling stay this scaler's.
+        Sites are known from the first forward pass on; before it only the modules that they name are compared, and a
+        state of then takes all sites back to the start. Policy, floor and ceiling stay this scaler's.
 
         Raises:
             ValueError: an empty or damaged state, a GradScaler's, or one of another model; nothing is changed.
@@ -385,6 +397,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         controller, given = self._controller, read_site_entries_by_key(state_dict)
         module_names = {name for one in controller.backward.name_caches for name, _ in one.list_modules()}
         module_names |= {"model", "", GLOBAL_SITE_KEY}
+        if not state_dict["progress"][0]:
+            add_new_sites(given, controller.sites)
         check_saved_sites_match(given, set(controller.sites), module_names)
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})

@@ -121,6 +121,14 @@ def check_saved_sites_match(given: dict[str, Any], own: set[str], modules: set[s
         )
 
 
+def add_new_sites(given: dict[str, Any], sites: Sites) -> None:
+    """Add the sites that a state lacks which was saved before the first iteration ended: each begins as it was made."""
+    begun = {"measured": False, "narrow": False, "overflows": 0, "memory": [None, 0], "history": []}
+    for key in sites.keys() - given.keys():
+        exponent, merged = given[GLOBAL_SITE_KEY]["exponent"], sites[key].merge_reason
+        given[key] = {"exponent": exponent, "merged": merged, **begun}
+
+
 def _is_key_of_module(key: str, modules: set[str]) -> bool:
     """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
     key = key.partition("#")[0]

@@ -81,6 +81,11 @@ class EMAModel:
         """The number of updates so far."""
         return self.ema.updates
 
+    @property
+    def cur_decay_value(self) -> float | None:
+        """The decay of the last update, which scripts of diffusers log; None before the first."""
+        return self.get_decay(self.optimization_step) if self.optimization_step else None
+
     def get_decay(self, optimization_step: int) -> float:
         """Return the decay of an update, from 1 on, as diffusers' EMAModel does."""
         step = max(0, optimization_step - self.update_after_step - 1)

@@ -104,8 +104,8 @@ class AdaptiveMixed(_precision_plugins.MixedPrecision):
 class Precision(_lightning_package.Callback):
     """Saves the precision contract of module and optimizers in checkpoints, checks it on resume; logs lost updates.
 
-    Schedule-free optimizers show their averages while the module is validated and tested. Averages of the weights are
-    Lightning's own `EMAWeightAveraging`'s, which copies the module in float32, before `Recipe` converts it.
+    Schedule-free optimizers show their averages while the module is validated, tested and predicts. Averages of the
+    weights are Lightning's own `EMAWeightAveraging`'s, which copies the module in float32, before `Recipe` converts it.
 
     `lost_updates` are logged at the end of each training epoch.
 
@@ -148,6 +148,8 @@ class Precision(_lightning_package.Callback):
 
     on_test_start: Any = on_validation_start
     on_test_end: Any = on_validation_end
+    on_predict_start: Any = on_validation_start
+    on_predict_end: Any = on_validation_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the trained weights back."""

@@ -131,7 +131,7 @@ class EMA:
                 )
         self._buffer_copies = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
-        named = [(f"average of {name}", average) for name, average in self._averages.items()]
+        named = [(f"average of {name}", average) for name, average in _strip_key_prefixes(self._averages).items()]
         options: WeightUpdateOptions = {
             "weight_update": weight_update,
             "seed": seed,

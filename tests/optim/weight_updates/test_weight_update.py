@@ -1,5 +1,7 @@
 """Weight updates by name or object, and what is refused."""
 
+import io
+
 import pytest
 import torch
 
@@ -58,3 +60,11 @@ def test_a_name_can_be_given_once():
 def test_float16_with_split_names_what_to_use():
     with pytest.raises(ValueError, match=r"kahan.*master"):
         hu.optim.AdamW([torch.nn.Parameter(torch.zeros(2).half())], weight_update="split")
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_param_groups_that_trainers_save_as_they_are_load_with_weights_only(name):
+    file = io.BytesIO()
+    torch.save({"weight_update": UPDATES[name]}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == {"weight_update": UPDATES[name]}

@@ -36,6 +36,11 @@ class WeightUpdate:
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Trainers save param groups as they are, as Lightning's BaseFinetuning does, and load with weights_only.
+        torch.serialization.add_safe_globals([cls])
+
     def check_store(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""
 
