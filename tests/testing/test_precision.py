@@ -264,15 +264,17 @@ def test_masks_of_dropout_are_the_same_in_all_runs(seed):
     assert assert_precision_ok(ours, torch.randn(32, 16), "bf16-kahan").passed
 
 
-def test_the_seed_decides_how_updates_are_rounded(seed):
-    ours, x, losses = nn.Linear(16, 8), torch.randn(32, 16), []
+def test_the_seed_decides_how_updates_are_rounded_and_where_the_twin_starts(seed):
+    ours, x, found = nn.Linear(16, 8), torch.randn(32, 16), []
     for parameter in ours.parameters():  # bfloat16's own numbers: no seed decides how they are converted
         nn.init.ones_(parameter)
     options = {"loss": lambda out: out.float().square().sum(), "steps": 2}
-    for own in (1, 2):
+    for own in (1, 1, 2):
         check = assert_precision_ok(ours, x, "bf16-stochastic", seed=own, **options)
-        losses += [one.relative for one in check.differences if one.name == "losses of 2 steps"]
-    assert losses[0] != losses[1]
+        found += [one for one in check.differences if one.name == "losses of 2 steps"]
+    assert found[0] == found[1]
+    assert found[0].relative != found[2].relative
+    assert found[0].allowed != found[2].allowed
 
 
 def test_batches_of_keywords_and_losses_of_the_models_own(seed):
