@@ -90,7 +90,7 @@ def save(result: Result) -> None:
 
 
 def load(path: Path) -> Result:
-    """ArgumentGradientMoves a result back."""
+    """Read a result back."""
     data = json.loads(path.read_text())
     data["tables"] = [Table(**table) for table in data["tables"]]
     return Result(**data)

@@ -78,7 +78,7 @@ def walk_scaler() -> Iterator[dict[str, int]]:
     for _ in range(60):
         iterate()
     for measured in (False, True):
-        while scaler._controller.backward.measuring is not measured:
+        while scaler._controller.backward.is_measuring is not measured:
             iterate()
         yield files_of(iterate)
 

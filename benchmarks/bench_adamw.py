@@ -40,13 +40,13 @@ def bytes_alone():
     import torch
 
     from halfulp.kernels import IndexMap, make_chunk_table, run_chunks
-    from halfulp.kernels._device_function import ElementRecording
+    from halfulp.kernels._device_function import ElementTraceBuilder
     from halfulp.kernels._device_function import PointerTableFunction as Loop
     from halfulp.kernels._operations import add, load16, store16
     from halfulp.kernels.vector._machine_function import get_array_address
     from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel
 
-    element = ElementRecording(4)
+    element = ElementTraceBuilder(4)
     weight, gradient, *states = element.arrays
     for array in (weight, *states):
         store16(array, element.index, add(load16(array, element.index), load16(gradient, element.index)))
@@ -102,7 +102,7 @@ def table(threads: int, processes: int, old: Table | None = None) -> Table:
 
     Where there is an old table, only the rows with a bar and the bound are measured, and its peers' rows stay.
     """
-    from halfulp.kernels.vector._processor import has_features
+    from halfulp.kernels.vector._processor import has_cpu_features
 
     rows = _workload.OURS if old is None else BARS
     found, absent = gather([_workload.PEER, BOUND, *rows], threads, processes, 11)
@@ -126,7 +126,7 @@ def table(threads: int, processes: int, old: Table | None = None) -> Table:
         row["range"] = f"{figures['low']:.2f} to {figures['high']:.2f}"
         row["dropped"] = figures["dropped"]
         if name in BARS:
-            limit = BARS[name][not has_features("avx512f")]
+            limit = BARS[name][not has_cpu_features("avx512f")]
             row |= {"bar": f"<= {limit}", "met": figures["ratio"] <= limit}
         made.add(**row)
     made.rows += [row for row in old.rows if row["optimizer"] not in found] if old else []

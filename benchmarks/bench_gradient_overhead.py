@@ -50,7 +50,7 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
         loss_of(plain).backward()
 
     def step(measuring: bool = False) -> None:
-        controller.backward.measuring = measuring
+        controller.backward.is_measuring = measuring
         other.zero_grad()
         scaler.scale(loss_of(ours)).backward()
         controller.backward.measurements.read_flags_and_measurements([])

@@ -29,7 +29,7 @@ def main() -> None:
 
     import torch
 
-    from halfulp.gradients.eager._region import ArgumentGradientMoves
+    from halfulp.gradients.eager._region import ArgumentGradientMover
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="programs")
@@ -43,7 +43,7 @@ def main() -> None:
     held = exact(given.count, given.seed)
     row = {"gradients are moved": "by hooks", "programs": given.count, "all bits equal": held}
     table.add(**row, bar="all", met=held == given.count)
-    ArgumentGradientMoves.can_move_by_hook = lambda self, tensor: False
+    ArgumentGradientMover.can_move_by_hook = lambda self, tensor: False
     row = {"gradients are moved": "by views (control)", "programs": CONTROL}
     table.add(**row, **{"all bits equal": exact(CONTROL, given.seed)})
     title, command = "Gradient exponents of random programs", "python -m benchmarks.bench_gradient_programs"

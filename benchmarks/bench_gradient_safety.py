@@ -308,7 +308,7 @@ def reads_of(model: str, make, iterations: int, boost: float) -> int:
 def reads() -> Table:
     """Of a step, measured or not, applied or skipped."""
     kinds = {f"{end}, {kind}": (end, count) for end in ("applied", "skipped") for kind, count in MEASURED.items()}
-    table = Table("ArgumentGradientMoves of the device in a step", dict.fromkeys(("model", "scaler", *kinds), ""))
+    table = Table("Reads of the device in a step", dict.fromkeys(("model", "scaler", *kinds), ""))
     for model in ("perceptron", "GPT"):
         for name, make in {"none": unscaled, **scalers()}.items():
             cells = {

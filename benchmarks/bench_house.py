@@ -303,7 +303,7 @@ def main() -> None:
     """Print the tables and save them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", default="ca487c45", help="the earlier commit")
-    parser.add_argument("--pyright", help="the command basedpyright, which the library's environment lacks")
+    parser.add_argument("--pyright", help="the command basedpyright, beside an environment with Lightning")
     parser.add_argument("--walks", action="store_true", help="print the files that five calls go through, no more")
     parser.add_argument("--sample", type=int, metavar="SEED", help="print what a reader is to judge, no more")
     parser.add_argument("--judgements", type=Path, help="save a reader's judgements of the sample")

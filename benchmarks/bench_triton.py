@@ -210,7 +210,7 @@ def scaled_results() -> Launches:
         yield "add", (size, to.itemsize), lambda: fused.add_payloads(x, y, *scales[:2], to, 1.0, keep)
         if to is FP16:
             yield "level", (of.itemsize, 0), lambda: fused.measure_rms_scale(y, to, 1.0)
-    yield "factors", None, lambda: fused.compute_addmm_factors(*scales[:3], 1.0, 2.0)
+    yield "factors", None, lambda: fused.compute_addmm_scale_and_factors(*scales[:3], 1.0, 2.0)
 
 
 FAMILIES: dict[str, Callable[[], Launches]] = {

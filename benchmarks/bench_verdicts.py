@@ -126,7 +126,7 @@ def told(family: Family, gaps: Sequence[float], seeds: int, draws: random.Random
         found.append([gap + one - start for one, start in zip(own, starts, strict=True)])
     means = [abs(math.fsum(one) / seeds) for one in found]
     limits = [
-        (judge.compute_gap_bound(one, twins, 1.0), judge.compute_noise_threshold(one, twins, 1.0, found))
+        (judge.bound_mean_gap_error(one, twins, 1.0), judge.compute_noise_threshold(one, twins, 1.0, found))
         for one in found
     ]
     alone = [mean > (limit[0] or 0.0) for mean, limit in zip(means, limits, strict=True)]

@@ -168,7 +168,7 @@ class Halves:
     """Partitions as torch does and counts."""
 
     def __init__(self):
-        self.count, self.inner = 0, None
+        self.count, self.inner_partition = 0, None
 
     def __call__(self, module, inputs, **options):
         self.count += 1

@@ -37,7 +37,7 @@ def _row(run: Run, table, cells: dict, rows: int) -> None:
     import torch
 
     from halfulp.scaled import eight_bit_engine
-    from halfulp.scaled.rules._products import multiply_eight_bits, multiply_into_float32
+    from halfulp.scaled.rules._products import multiply_eight_bit_matrices, multiply_into_float32
 
     name, terms = cells["product"], cells["terms"]
     if name in ("e4m3fn", "e5m2 by e4m3fn") and eight_bit_engine(run.device) == "emulated":
@@ -51,7 +51,7 @@ def _row(run: Run, table, cells: dict, rows: int) -> None:
         "bfloat16": lambda: left @ right.t(),
         "float16 into float32": lambda: multiply_into_float32(left, right.t()),
         "e4m3fn emulated": lambda: left.to(torch.float32) @ right.to(torch.float32).t(),
-    }.get(name, lambda: multiply_eight_bits(left, right.t(), 1.0))
+    }.get(name, lambda: multiply_eight_bit_matrices(left, right.t(), 1.0))
     exact = left.double() @ right.double().t()
     error = multiply().double() - exact
     cells["rms error of the sums"] = float(error.norm() / exact.norm())

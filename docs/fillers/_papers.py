@@ -7,7 +7,13 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from halfulp.trials._defaults import REFERENCE_RECIPE
-from halfulp.trials.evidence._row import FinishedTrials, Row, choose_verdict, compute_gap_bound, compute_gap_tolerance
+from halfulp.trials.evidence._row import (
+    FinishedTrials,
+    Row,
+    bound_mean_gap_error,
+    choose_verdict,
+    compute_gap_tolerance,
+)
 from halfulp.trials.evidence._table import describe_judged_loss, format_row_cells, list_table_notes
 
 _BF16_PAPER = "arXiv 2010.06192"
@@ -160,7 +166,7 @@ def _compare_with_best(evidence: FinishedTrials, row: Row, others: Sequence[Row]
         gap, limit, verdict = row.gap or 0.0, row.noise, row.verdict
     else:
         gaps = evidence.gaps(row.task, row.recipe, best.recipe)
-        gap, limit = statistics.fmean(gaps), compute_gap_bound(gaps, [], best.loss)
+        gap, limit = statistics.fmean(gaps), bound_mean_gap_error(gaps, [], best.loss)
         verdict = choose_verdict(gap, limit, compute_gap_tolerance([], best.loss))
     reach = "" if limit is None else f" ± {limit:.2g}"
     beside = "" if best.recipe == REFERENCE_RECIPE else f" beside {best.recipe}"

@@ -174,7 +174,7 @@ def use_graph_partitioner(partition: Any, settings: dict[str, Any]) -> Iterator[
     with functorch.patch(enable_autograd_cache=False):
         if hasattr(config, "custom_partitioner_fn"):
             custom_graph_pass.CustomPartitionerFn.register(type(partition))
-            partition.inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
+            partition.inner_partition = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
             yield {**settings, "custom_partitioner_fn": partition}
             return
         module: Any = compile_fx

@@ -15,13 +15,13 @@ main(["warm", "--recipe", "bf16-kahan", "--optimizer", "AdamW", "--json"])
 """
 STEP = """
 import torch, halfulp as hu
-from halfulp.kernels.vector._machine_function import cache_statistics
+from halfulp.kernels.vector._machine_function import kernel_cache_counts
 model = hu.convert(torch.nn.Linear(512, 3), "bf16-kahan")
 optimizer = hu.recipes.optimizer(model, "AdamW", lr=0.1)
 for _ in range(2):
     model(torch.ones(1, 512)).float().sum().backward()
     optimizer.step()
-assert cache_statistics["found"] and not cache_statistics["compiled"], cache_statistics
+assert kernel_cache_counts["found"] and not kernel_cache_counts["compiled"], kernel_cache_counts
 """
 
 

@@ -49,7 +49,7 @@ class Runner:
         ``measured``: some more, until the next one is, or is not.
         """
         applied = [self.step() for _ in range(iterations)]
-        while measured not in (None, self.scaler._controller.backward.measuring):
+        while measured not in (None, self.scaler._controller.backward.is_measuring):
             applied.append(self.step())
         assert all(applied[-4:])
         return sites(self.scaler)
@@ -136,7 +136,7 @@ def test_a_spike_beside_a_wide_stream_lowers_the_branch_alone(measured, seed):
             return run.step()
 
     assert all([step() for _ in range(16)][-4:])
-    while run.scaler._controller.backward.measuring is not measured:
+    while run.scaler._controller.backward.is_measuring is not measured:
         assert step()
     before = sites(run.scaler)
     overflows = {row.site: row.overflows for row in run.scaler.sites().rows}
@@ -459,7 +459,7 @@ from halfulp.gradients._controller import GradientSharingProcesses
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
 processes = GradientSharingProcesses()
-processes._groups.append(dist.group.WORLD)
+processes._process_groups.append(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
     found = processes.agree_on_minimum("update", 7, [pair[rank], rank])
     assert found == [min(pair), 0], pair

@@ -241,7 +241,7 @@ def test_a_loss_that_was_not_scaled_is_told_as_without_a_reduction(alone):
 def test_gradients_that_bfloat16_cannot_send_are_refused(alone):
     reduction = reduce_in_bfloat16(alone)
     with pytest.raises(NotImplementedError, match=r"a gradient of torch\.float64"):
-        reduction._round_to_bfloat16("other", "sent", torch.ones(3, dtype=torch.float64))
+        reduction._round_with_feedback("other", "sent", torch.ones(3, dtype=torch.float64))
     sparse = types.SimpleNamespace(buffer=lambda: torch.ones(2).to_sparse())
     with pytest.raises(NotImplementedError, match="sparse=False"):
         reduction.average_bucket(sparse)

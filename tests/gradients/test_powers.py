@@ -10,8 +10,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.gradients import _site as _powers
-from halfulp.gradients._site import copy_keeping_strides, multiply_by_power
-from halfulp.gradients.eager._backward import Backward
+from halfulp.gradients._site import copy_keeping_strides, multiply_by_power_of_two
+from halfulp.gradients.eager._backward import BackwardHooks
 from halfulp.kernels import same_bits
 
 from .exponents import WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, mlp, plainly, scrambled, sites
@@ -186,10 +186,10 @@ def test_what_was_learned_while_losses_were_not_followed_holds_afterwards(seed):
     following = loop.scaler._controller.loss_follower
     for _ in range(8):
         loop.step(lambda: mean_square(model(x)) * 2.0**20)
-    following.resumes = loop.scaler._controller.iteration + 40
+    following.resume_iteration = loop.scaler._controller.iteration + 40
     for _ in range(60):
         assert loop.step(lambda: mean_square(model(x))) is not None
-    assert following.on
+    assert following.is_active
 
 
 VIEWS = {
@@ -224,13 +224,13 @@ def pattern(x):
 def test_a_shifted_gradient_lies_as_it_did(view, dtype, seed):
     x = VIEWS[view](torch.randn(4, 6, 12).to(dtype))
     for exponent in (-3, 5):
-        out = multiply_by_power(x, exponent)
+        out = multiply_by_power_of_two(x, exponent)
         assert same_bits(out.contiguous(), x.contiguous() * 2.0**exponent)
         assert out.data_ptr() != x.data_ptr() or not x.numel()
         if x.numel() and view != "overlapping":
             assert pattern(out) == pattern(x)
             assert out.data_ptr() % 64 == x.data_ptr() % 64
-    assert multiply_by_power(x, 0) is x
+    assert multiply_by_power_of_two(x, 0) is x
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -281,7 +281,7 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, seed, monkeyp
 
     wanted, loss = plainly(seed, run, model), run().detach()
     scaler = hu.AdaptiveGradScaler(model)
-    make, checked = Backward.get_edge_hook, []
+    make, checked = BackwardHooks.get_edge_hook, []
 
     def watching(self, source, target, *made_in):
         hook = make(self, source, target, *made_in)
@@ -294,7 +294,7 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, seed, monkeyp
 
         return look
 
-    monkeypatch.setattr(Backward, "get_edge_hook", watching)
+    monkeypatch.setattr(BackwardHooks, "get_edge_hook", watching)
     # Random exponents of two sites may be equal, and an edge between them then gives its gradient on as it is.
     for more in range(4):
         if not checked:

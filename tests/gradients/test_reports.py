@@ -21,7 +21,7 @@ def trained(scaler, model, steps, overflows=()):
         scaler.scale(mean_square(model(x))).backward()
         if step in overflows:
             model[2].weight.grad[0, 0] = math.inf
-        measured = scaler._controller.backward.measuring
+        measured = scaler._controller.backward.is_measuring
         scaler.step(opt)
         scaler.update()
         told.append((measured, scaler.last_step, scaler.sites().to_dict()["sites"]))
@@ -70,13 +70,13 @@ def test_zeros_and_subnormals_are_counted(seed):
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler.scale(mean_square(model(x)) * 2.0**-14).backward()
     scaler.step(opt)
-    reading = scaler._controller._measured
+    reading = scaler._controller._measurements
     (weight,) = [one.reading for one in reading if one.kind == "weight" and one.site.key == "2"]
     zero = (seen[0] == 0).double().mean().item()
     below = ((seen[0] != 0) & (seen[0].abs() < 2.0**-14)).double().mean().item()
-    assert weight.elements == 64
-    assert weight.zero == pytest.approx(zero)
-    assert weight.subnormal == pytest.approx(below)
+    assert weight.element_count == 64
+    assert weight.zero_share == pytest.approx(zero)
+    assert weight.subnormal_share == pytest.approx(below)
     assert below > 0.5
     scaler.update()
 

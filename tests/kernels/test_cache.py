@@ -12,7 +12,7 @@ import pytest
 
 from halfulp import kernels
 from halfulp.kernels import compute_source_digest, get_array_address
-from halfulp.kernels.vector._machine_function import compile_machine_function, find_cache_folder
+from halfulp.kernels.vector._machine_function import compile_machine_function, find_kernel_cache_folder
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -167,13 +167,13 @@ def test_without_a_home_folder_kernels_work(notes, monkeypatch):
 
 def test_where_the_folder_is(monkeypatch, tmp_path):
     monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path / "a"))
-    assert find_cache_folder() == tmp_path / "a"
+    assert find_kernel_cache_folder() == tmp_path / "a"
     monkeypatch.delenv("HALFULP_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_cache_folder() == tmp_path / "halfulp"
+    assert find_kernel_cache_folder() == tmp_path / "halfulp"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_cache_folder() == tmp_path / ".cache" / "halfulp"
+    assert find_kernel_cache_folder() == tmp_path / ".cache" / "halfulp"
 
 
 def test_import_does_no_work(python, cache):
@@ -193,16 +193,16 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
 
     from halfulp.kernels.vector import _machine_function as _cache
 
-    before = _cache.find_cache_file("kernel", "a key", llvmlite.__version__)
+    before = _cache.find_kernel_cache_file("kernel", "a key", llvmlite.__version__)
     changes = {
-        "processor": (_cache, "find_processor", lambda: ("x86_64", "another", "")),
+        "processor": (_cache, "find_llvm_target", lambda: ("x86_64", "another", "")),
         "machinery": (_cache, "compute_source_digest", lambda *folders: "edited"),
     }
     if ingredient in changes:
         monkeypatch.setattr(*changes[ingredient])
     key = "another key" if ingredient == "key" else "a key"
     compiler = "0" if ingredient == "llvmlite" else llvmlite.__version__
-    after = _cache.find_cache_file("kernel", key, compiler)
+    after = _cache.find_kernel_cache_file("kernel", key, compiler)
     assert before != after
     assert before.parent == after.parent
 

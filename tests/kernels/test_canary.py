@@ -86,7 +86,7 @@ def test_check_bits():
 
 
 def test_a_wrong_kernel_raises(monkeypatch):
-    monkeypatch.setattr(_canary, "_compared_kernels", set())
+    monkeypatch.setattr(_canary, "_verified_kernel_keys", set())
     idle = Kernel(lambda packed: None, lambda *arguments: b"")
     monkeypatch.setattr(_kernels, "_compile_kernel", lambda *arguments: idle)
     _kernels.prepare_rounding_plan.cache_clear()

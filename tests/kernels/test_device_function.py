@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from halfulp.kernels._device_function import bind_names
+from halfulp.kernels._device_function import bind_free_variables
 
 FACTOR, HALF = np.float32(1.0), np.float32(0.5)
 
@@ -25,9 +25,9 @@ def _made(power):
 
 
 def test_names_are_bound_through_closures_and_keyword_defaults_stay():
-    assert bind_names(_scaled, {"FACTOR": 3})(2) == 6.5
-    assert bind_names(_made(1), {"FACTOR": 3})(2) == 6.5
-    assert bind_names(_made(2), {"FACTOR": 3})(2) == 2 * 6.5 * 3 + 0.5
+    assert bind_free_variables(_scaled, {"FACTOR": 3})(2) == 6.5
+    assert bind_free_variables(_made(1), {"FACTOR": 3})(2) == 6.5
+    assert bind_free_variables(_made(2), {"FACTOR": 3})(2) == 2 * 6.5 * 3 + 0.5
     assert _made(2)(2) == 2 * 2.5 + 0.5, "the functions themselves are as they were"
 
 
@@ -36,5 +36,5 @@ def test_names_of_a_closure_can_be_bound():
         return x * number
 
     number = 2
-    assert bind_names(double, {"number": 5})(3) == 15
-    assert bind_names(double, {})(3) == 6
+    assert bind_free_variables(double, {"number": 5})(3) == 15
+    assert bind_free_variables(double, {})(3) == 6

@@ -6,7 +6,7 @@ import torch
 import halfulp as hu
 from halfulp import kernels
 from halfulp.kernels import _canary, _engine, require_same_bits_as_cpu, select_engine, to_float64
-from halfulp.kernels._canary import compute_float32_root
+from halfulp.kernels._canary import compute_float32_square_root
 from halfulp.optim.step import _run
 from halfulp.rounding import _kernels
 
@@ -203,7 +203,7 @@ def test_without_float64_roots_go_through_the_cpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_canary, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu",)))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x.dtype) or real(x))
     x = torch.rand(1000) + 2.0**-100
-    assert torch.equal(compute_float32_root(x), x.double().sqrt().float())
+    assert torch.equal(compute_float32_square_root(x), x.double().sqrt().float())
     assert to_float64(x).dtype == torch.float64
     assert moved == [torch.float32] * 2
 

@@ -242,7 +242,7 @@ LOOKED_AT = {
     "kernels/_plain_memory.py": {"address", "has_strided_values", "get_plain_address_or_zero"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"evaluate_on_like_operands", "run_on_broadcast_operands", "_is_written_before_read"},
-    "observation/auditing/_run.py": {"_find_memory"},
+    "observation/auditing/_run.py": {"_locate_memory"},
     "optim/_gradient_release.py": {"_find_parameters_of_one_storage"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_valid"},

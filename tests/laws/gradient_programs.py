@@ -248,7 +248,7 @@ def differs(number, measured=2, unmeasured=4):
     random.seed(number)
     for iteration in range(measured + unmeasured):
         backward.end_iteration()
-        backward.measuring = iteration < measured
+        backward.is_measuring = iteration < measured
         scaler.scale(program.loss()).backward()
         found = {key: gradient * (1 / scaler.get_scale()) for key, gradient in program.gradients().items()}
         wrong = [key for key in wanted if key not in found or not same_bits(found[key], wanted[key])]

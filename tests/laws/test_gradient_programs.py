@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from halfulp.gradients.eager._region import ArgumentGradientMoves
+from halfulp.gradients.eager._region import ArgumentGradientMover
 
 from .gradient_programs import FUNCTIONS, MODULES, Program, differs
 
@@ -30,7 +30,7 @@ def test_everything_is_drawn(seed):
 
 
 def test_the_law_sees_a_view_in_the_graph(seed, monkeypatch):
-    monkeypatch.setattr(ArgumentGradientMoves, "can_move_by_hook", lambda self, tensor: False)
+    monkeypatch.setattr(ArgumentGradientMover, "can_move_by_hook", lambda self, tensor: False)
     assert any(differs(seed + i) for i in range(200))
 
 

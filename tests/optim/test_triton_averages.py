@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels._device_function import PointerTableFunction
-from halfulp.kernels.triton._launch import TableKernel
+from halfulp.kernels.triton._launch import PointerTableKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 from halfulp.optim._float32 import _record_read_trace
 from halfulp.optim._storage import STORE_BY_DTYPE
@@ -73,8 +73,8 @@ def test_an_average_waits_for_nothing_and_reads_in_one_launch(monkeypatch):
         optimizer.step()
         averages.update()
     calls = []
-    run = TableKernel.__call__
-    monkeypatch.setattr(TableKernel, "__call__", lambda self, *given: calls.append(run(self, *given)))
+    run = PointerTableKernel.__call__
+    monkeypatch.setattr(PointerTableKernel, "__call__", lambda self, *given: calls.append(run(self, *given)))
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -90,7 +90,7 @@ def test_reading_is_written_in_what_triton_can_compile(update):
 
 
 def _kernel(update):
-    return TableKernel(
+    return PointerTableKernel(
         PointerTableFunction(_record_read_trace(find_weight_update(update), STORE_BY_DTYPE[torch.bfloat16]), 5)
     )
 

@@ -7,12 +7,12 @@ import torch
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
-from halfulp.kernels._device_function import ElementRecording, PointerTableFunction
+from halfulp.kernels._device_function import ElementTraceBuilder, PointerTableFunction
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector import _processor
 from halfulp.kernels.vector._machine_function import get_array_address
-from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel, compile_row_kernel
+from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel, compile_single_row_kernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import _kernels, get_rounding
 from halfulp.rounding._blocks import make_block_target
@@ -44,14 +44,14 @@ def test_every_kernel_is_written_in_what_triton_can_compile():
             assert {"element", "run"} <= check_source(plan.largest_kernel.source)
 
 
-@pytest.mark.skipif(not _processor.has_fused_vectors(_processor.find_vector_bits()), reason="another processor")
+@pytest.mark.skipif(not _processor.has_vector_fma(_processor.find_vector_bits()), reason="another processor")
 @pytest.mark.parametrize("policy", ["saturate", "nan"])
 def test_what_saturates_is_limited_by_one_instruction(policy, assembly_of, monkeypatch, tmp_path):
     """Ahead of the adder: a comparison and a choice behind it take 5 % longer on AVX2."""
     written = assembly_of("haswell")
     monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path))
     target = find_target("e4m3fn", get_rounding("nearest"), policy, torch.float32)
-    compile_row_kernel("limits", _kernels.record_rounding_kernel(torch.float32, target))
+    compile_single_row_kernel("limits", _kernels.record_rounding_kernel(torch.float32, target))
     assert ("vminps" in "".join(written)) == (policy == "saturate")
 
 
@@ -88,7 +88,7 @@ def test_the_compiler_fuses_and_flushes_nothing(name, rounding, dtype, capabilit
     for kernel in (plan.kernel, plan.largest_kernel):
         if kernel is None:
             continue
-        assert inexact(instructions(kernel, capability, aligned=False, ragged=bool(kernel.table.block))) == []
+        assert inexact(instructions(kernel, capability, aligned=False, ragged=bool(kernel.table.block_size))) == []
         if not kernel.has_ragged_blocks(1024):
             found = instructions(kernel, capability, aligned=True)
             assert inexact(found) == []
@@ -99,7 +99,7 @@ def test_the_compiler_fuses_and_flushes_nothing(name, rounding, dtype, capabilit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     """The device functions that Triton's kernels store by, compiled for the processor, beside torch's casts."""
-    element = ElementRecording(2)
+    element = ElementTraceBuilder(2)
     source, target = element.arrays
     choose_container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
     kernel = compile_pointer_table_kernel(f"narrowed_{dtype}".replace(".", "_"), PointerTableFunction(element.trace, 2))

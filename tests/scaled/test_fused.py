@@ -44,7 +44,7 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
             fused.add_payloads(x, y, *scales[:2], to, sign, keep)
             fused.add_payloads(x, y[0], *scales[:2], to, sign, keep)
         fused.measure_rms_scale(y, to, 1.0)
-    fused.compute_addmm_factors(*scales[:3], 1.0, 2.0)
+    fused.compute_addmm_scale_and_factors(*scales[:3], 1.0, 2.0)
     assert _launch._checked_kernel_by_key
     assert None not in _launch._checked_kernel_by_key.values()
     assert not [str(warning.message) for warning in recwarn.list]
@@ -125,12 +125,14 @@ def test_the_kernels_of_a_scale_measure_what_torch_measures(of, storage, seed):
 
 def _kernels() -> list[fused.FusedKernel]:
     """A choice of kernels: every pair of storages, every mode."""
-    found = [fused.FusedKernel("affine_factors", fused.choose_addmm_scale, None, (3, 2, 3))]
+    found = [fused.FusedKernel("affine_factors", fused.choose_addmm_scale_and_factors, None, (3, 2, 3))]
     for k, (of, to) in enumerate(itertools.product(KINDS, KINDS)):
         found.append(fused._make_multiplying_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
         keep, both = to in (torch.float16, torch.float8_e5m2), (torch.float16, of)
         found.append(
-            fused.FusedKernel("add", fused.choose_sum_scale, fused.add_rescaled_elements, (2, 2, 1), both, to, keep)
+            fused.FusedKernel(
+                "add", fused.choose_sum_scale_and_factors, fused.add_rescaled_elements, (2, 2, 1), both, to, keep
+            )
         )
     return found
 

@@ -39,7 +39,7 @@ def test_what_json_has_no_word_for_is_a_word(tmp_path):
 def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
     path = tmp_path / "seen.jsonl"
     path.write_text("old\n")
-    file = JsonLinesFile(path, anew=True)
+    file = JsonLinesFile(path, overwrite=True)
     file.check()
     assert path.read_text() == "old\n"
     file.write({"step": 0})
@@ -81,15 +81,17 @@ def test_a_full_disk_closes_the_outlet_with_one_warning_and_nothing_later(tmp_pa
     with pytest.warns(RuntimeWarning, match=r"No space left on device\) at step 3; the training goes on"):
         one.put(ROW)
     one.put(ROW)
-    assert one.said == "the file of JSON lines gets no more rows: it raised OSError (No space left on device) at step 3"
-    assert "secret" not in one.said
+    assert (
+        one.failure == "the file of JSON lines gets no more rows: it raised OSError (No space left on device) at step 3"
+    )
+    assert "secret" not in one.failure
 
 
 def test_an_error_is_told_where_warnings_are_errors_and_raises_nothing():
     one = GuardedSink("the run", lambda row: 1 / 0)
     one.put(ROW)  # the suite makes warnings errors
     one.put(ROW)
-    assert "ZeroDivisionError" in one.said
+    assert "ZeroDivisionError" in one.failure
 
 
 def test_keyboard_interrupts_pass():
@@ -141,7 +143,7 @@ def test_a_summary_writer_takes_rows(tmp_path):
     one.put({**ROW, "loss": math.nan})
     one.put(ROW)
     writer.close()
-    assert one.said is None
+    assert one.failure is None
     assert list(tmp_path.iterdir())
 
 

@@ -382,7 +382,7 @@ def methods_of_papers() -> None:
     def closure() -> Tensor:
         halp.zero_grad()
         loss: Tensor = model(x).square().mean()
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss
 
     halp.center(closure)
@@ -464,7 +464,11 @@ class _Optimizer(hu.optim.Optimizer):
 
         momentum = hu.optim.StateSlot("momentum", 1, initial=lambda group: 0.0)
         assert_type(momentum.initial_value(group), float)
-        norm = hu.optim.Reduction(lambda w, g: g, squares=True)
+
+        def gradient(w: Any, g: Any) -> Any:
+            return g
+
+        norm = hu.optim.Reduction(gradient, squares=True)
         assert_type(norm.over_all, bool)
         return hu.optim.UpdateRule("descent", update, (), values, reductions=())
 

@@ -16,7 +16,7 @@ from .. import formats
 from ..formats import Format
 from ..kernels import _operations as o
 from ..kernels import product_error, select
-from ..kernels._device_function import ElementRecording, PointerTableFunction
+from ..kernels._device_function import ElementTraceBuilder, PointerTableFunction
 from ..kernels._trace import block_largest
 from ..rounding._device_functions import widen_float16
 
@@ -142,7 +142,7 @@ def make_term_adding_kernel(
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
     The last two count +infinity (and, times 2^32, -infinity; NaN as both) and terms that are -0.
     """
-    layout, element = FORMAT_BY_ELEMENT_DTYPE[dtype], ElementRecording(3 if product else 2)
+    layout, element = FORMAT_BY_ELEMENT_DTYPE[dtype], ElementTraceBuilder(3 if product else 2)
     *arrays, counters = element.arrays
     term, *other = (_read_term(layout, array, element.index) for array in arrays)
     parts = _cut_integer(term.integer, 26, 2 if layout.bits == 64 else 1)
@@ -187,7 +187,7 @@ def make_block_summing_kernel(
     dtype: torch.dtype, product: bool, cuts: int, partial: bool = False
 ) -> PointerTableFunction:
     """Return the kernel that sums a block into `cuts` + 1 float64 (or NaN), and counts its terms that are -0."""
-    element = ElementRecording(1 + product)
+    element = ElementTraceBuilder(1 + product)
     words = [_LOADS_BY_BITS[FORMAT_BY_ELEMENT_DTYPE[dtype].bits](array, element.index) for array in element.arrays]
     carries = count_block_elements(dtype, product).bit_length() - 1
     *parts, minus_zero = _split_term(dtype, product, cuts, carries, words)
@@ -195,7 +195,7 @@ def make_block_summing_kernel(
         element.trace.emit_total("sum", part)
     element.trace.emit_total("count", minus_zero)
     return PointerTableFunction(
-        element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial
+        element.trace, len(element.arrays), block_size=count_block_elements(dtype, product), has_partial_blocks=partial
     )
 
 
@@ -273,7 +273,7 @@ def make_carry_and_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).
     """
-    element = ElementRecording(reach.counter_count + (2 if dtype else reach.limbs))
+    element = ElementTraceBuilder(reach.counter_count + (2 if dtype else reach.limbs))
     read = [o.load64(array, element.index) for array in element.arrays[: reach.counter_count + bool(dtype)]]
     digits = _propagate_carries(reach, read)
     if dtype is None:
@@ -288,7 +288,7 @@ def make_carry_and_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) 
         )
         _STORES_BY_BITS[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
     is_long = reach.limbs > _MOST_LIMBS_OPTIMIZED
-    return PointerTableFunction(element.trace, len(element.arrays), is_compiled_quickly=is_long)
+    return PointerTableFunction(element.trace, len(element.arrays), skips_compiler_optimization=is_long)
 
 
 def _propagate_carries(reach: LimbRange, counters: list) -> list:

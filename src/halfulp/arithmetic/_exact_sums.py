@@ -23,8 +23,8 @@ from ..kernels import (
     select_engine,
 )
 from ..kernels._device_function import PointerTableFunction
-from ..kernels._trace import ACCUMULATOR_COPIES
-from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
+from ..kernels._trace import COUNTER_COPIES
+from ..kernels.triton._launch import TILE_ELEMENTS, PointerTableKernel, find_checked_kernel
 from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ._exact_sum_kernels import (
     FORMAT_BY_ELEMENT_DTYPE,
@@ -199,7 +199,7 @@ def _fill_windows_of_pieces(
     is_copied = (
         len(row) * words <= _MOST_COPIED_COUNTER_WORDS and length.max(initial=0) > _LONGEST_PIECE_WITHOUT_COUNTER_COPIES
     )
-    copies = ACCUMULATOR_COPIES if is_copied else 1
+    copies = COUNTER_COPIES if is_copied else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
     for k, x in enumerate(operands):
@@ -271,7 +271,7 @@ def _compile_table_kernel(engine: str, table: PointerTableFunction) -> Any:
     if engine == "llvm":
         return compile_pointer_table_kernel("exact_sums", table)
     # All limbs of an accumulator are in a thread's registers at once.
-    return TableKernel(table, TILE_ELEMENTS if table.trace.counter_additions else 128)
+    return PointerTableKernel(table, TILE_ELEMENTS if table.trace.counter_additions else 128)
 
 
 # the canary --------------------------------------------------------------------------------------------------

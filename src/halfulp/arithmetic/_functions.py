@@ -25,7 +25,7 @@ from ..kernels import (
     is_finite,
     power_of_two,
     round_to_integer,
-    scale_by_power,
+    scale_by_power_of_two,
     select,
 )
 from . import _constants as constants
@@ -113,7 +113,7 @@ def evaluate_exp(x: Terms, n: int) -> Terms:
     """Return e^x, of finite x."""
     q, y = split_exp_into_exponent_and_fraction(x, n)
     one = add(make_constants(x[0], [1.0]), y, n)
-    return [scale_by_power(t, q) for t in one]
+    return [scale_by_power_of_two(t, q) for t in one]
 
 
 def exp(x: Terms, n: int) -> Terms:
@@ -126,7 +126,7 @@ def evaluate_expm1(x: Terms, n: int) -> Terms:
     """e^x - 1."""
     q, y = split_exp_into_exponent_and_fraction(x, n)
     one = make_constants(x[0], [1.0])
-    power_of_e = [scale_by_power(t, q) for t in add(one, y, n)]
+    power_of_e = [scale_by_power_of_two(t, q) for t in add(one, y, n)]
     far = set_special_values(power_of_e[0] - 1.0, add(power_of_e, negate(one), n))
     return _select_terms(q == 0.0, y, far)
 

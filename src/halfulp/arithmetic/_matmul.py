@@ -28,7 +28,7 @@ from ..kernels import (
     is_finite,
     keeping_subnormals,
     power_of_two,
-    scale_by_power,
+    scale_by_power_of_two,
     select,
 )
 from ._operators import (
@@ -293,7 +293,7 @@ def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dt
 
     def add_up(*values: Any) -> Terms:
         scale, known = values[results] + values[results + 1], values[results + 2 :]
-        terms = [scale_by_power(term, scale) for term in _sum_terms(list(values[:results]), working)]
+        terms = [scale_by_power_of_two(term, scale) for term in _sum_terms(list(values[:results]), working)]
         if known:
             terms = distill_terms([*known, *terms], working)
         head = terms[0]

@@ -14,14 +14,14 @@ import torch
 
 from ..kernels import (
     Value,
-    compile_out_of_line,
     is_computed_in_float64,
     is_finite,
     power_of_two,
     power_of_two_below,
     product_error,
+    record_out_of_line,
     round_to_float32,
-    scale_by_power,
+    scale_by_power_of_two,
     select,
     square_root,
 )
@@ -56,7 +56,7 @@ def vec_sum(terms: Terms, first: int = 0) -> Terms:
     return out
 
 
-@compile_out_of_line
+@record_out_of_line
 def distill_terms(terms: Terms, keep: int) -> Terms:
     """Return the `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
 
@@ -104,7 +104,7 @@ def scale_terms(x: Terms, factor) -> Terms:
     return [t * factor for t in x]
 
 
-@compile_out_of_line
+@record_out_of_line
 def add(x: Terms, y: Terms, n: int) -> Terms:
     """x + y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -124,7 +124,7 @@ def add(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(merged, n)
 
 
-@compile_out_of_line
+@record_out_of_line
 def multiply(x: Terms, y: Terms, n: int) -> Terms:
     """x y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -160,7 +160,7 @@ def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(terms[: 2 * n], n)
 
 
-@compile_out_of_line
+@record_out_of_line
 def divide(x: Terms, y: Terms, n: int) -> Terms:
     """x / y to n components, for y and the quotient away from the ends of the range."""
     if n == 1:
@@ -176,7 +176,7 @@ def divide(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(quotient, n)
 
 
-@compile_out_of_line
+@record_out_of_line
 def take_root(x: Terms, n: int) -> Terms:
     """Return the square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]
@@ -200,7 +200,9 @@ def divide_with_scaling(x: Terms, y: Terms, n: int) -> Terms:
     x, kx = center_exponents(x)
     y, ky = center_exponents(y)
     plain = x[0] / y[0]
-    return set_special_values(scale_by_power(plain, kx - ky), [scale_by_power(t, kx - ky) for t in divide(x, y, n)])
+    return set_special_values(
+        scale_by_power_of_two(plain, kx - ky), [scale_by_power_of_two(t, kx - ky) for t in divide(x, y, n)]
+    )
 
 
 def take_root_with_scaling(x: Terms, n: int) -> Terms:
@@ -208,7 +210,9 @@ def take_root_with_scaling(x: Terms, n: int) -> Terms:
     scaled_x, k = center_exponents(x)
     plain = square_root(scaled_x[0])
     digits = take_root(scaled_x, n)
-    return set_special_values(scale_by_power(plain, k * 0.5), [scale_by_power(t, k * 0.5) for t in digits])
+    return set_special_values(
+        scale_by_power_of_two(plain, k * 0.5), [scale_by_power_of_two(t, k * 0.5) for t in digits]
+    )
 
 
 def center_exponents(x: Terms) -> tuple[Terms, Value]:

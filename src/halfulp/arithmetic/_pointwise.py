@@ -23,7 +23,7 @@ import torch
 from ..kernels import (
     BROADCAST_COPIES,
     MOST_SERIAL_ELEMENTS,
-    ShortcutTrace,
+    FastPathTrace,
     address,
     compile_trace,
     define_operator,
@@ -39,7 +39,7 @@ from ..kernels import (
     to_plain_memory,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
-from ..kernels._threads import cached_attribute, count_threads
+from ..kernels._threads import cached_attribute, count_kernel_threads
 from ..kernels.triton._expansions import MOST_POINTWISE_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ..rounding._kernels import increment_tensor_version
@@ -210,7 +210,7 @@ class ElementwiseKernels:
         if self.fast_function_with_doubt_mask is not None:
             trace, found = record_function(*self.fast_function_with_doubt_mask, len(self.stored))
             *results, doubt = (value.number for value in found)
-            quick = ShortcutTrace(trace, tuple(results), doubt)
+            quick = FastPathTrace(trace, tuple(results), doubt)
         return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, quick, self.exact)
 
     @cached_attribute
@@ -461,7 +461,7 @@ def _run_kernel_on_rows(kernel: Callable[..., Any], words: list[int]) -> None:
     """Run a kernel on a table that begins with the elements of a row and of all rows."""
     (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
-    if count < MOST_SERIAL_ELEMENTS or rows == 1 or count_threads() == 1:
+    if count < MOST_SERIAL_ELEMENTS or rows == 1 or count_kernel_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])

@@ -24,7 +24,7 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._threads import count_threads
+from ..kernels._threads import count_kernel_threads
 from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ._exact_sums import find_result_shape, normalize_dims
@@ -296,7 +296,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     kernel = _compile_kernel(
         reduction, "line" if columns == 1 else "narrow" if columns < LANES_OF_NARROW_MATRIX else "wide"
     )
-    if count == 1 or many * rows * columns < MOST_SERIAL_ELEMENTS or count_threads() == 1:
+    if count == 1 or many * rows * columns < MOST_SERIAL_ELEMENTS or count_kernel_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(count, length * columns, np.int64), table.buffer_info()[0])

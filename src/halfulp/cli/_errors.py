@@ -33,11 +33,11 @@ def exit_with_error(message: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def exit_on_exception(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """End the command on an exception in a block; one that is not `telling` gets what was being done before it."""
+def exit_on_exception(doing: str, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """End the command on an exception in a block; one that is not `expected` gets what was being done before it."""
     try:
         yield
-    except telling as error:
+    except expected as error:
         exit_with_error(error)
     except (Exception, SystemExit) as error:
         exit_with_error(f"{doing} {type(error).__name__}: {error}".rstrip(": "))

@@ -41,11 +41,11 @@ def warm(
     from .. import optim
     from .._names import describe_unknown_name
     from ..environment import describe_cache
-    from ..kernels._engine import choose_engine_and_reason
-    from ..kernels.vector._machine_function import cache_statistics
+    from ..kernels._engine import choose_engine_and_fallback_reason
+    from ..kernels.vector._machine_function import kernel_cache_counts
     from ..recipes import get, names
 
-    engine, reason = choose_engine_and_reason("cpu")
+    engine, reason = choose_engine_and_fallback_reason("cpu")
     if engine != "llvm":
         exit_with_error(f"there is nothing to compile: {reason or 'HALFULP_ENGINE asks for ' + engine}")
     cache = describe_cache()
@@ -58,7 +58,7 @@ def warm(
     for rule in rules:
         if rule not in optim.OPTIMIZERS:
             raise ValueError(describe_unknown_name("optimizer", rule, optim.OPTIMIZERS))
-    before, start, refused, err = cache_statistics.copy(), time.monotonic(), 0, Console(stderr=True)
+    before, start, refused, err = kernel_cache_counts.copy(), time.monotonic(), 0, Console(stderr=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about trainings, which these are not
         for one, rule in track(
@@ -68,7 +68,7 @@ def warm(
                 _train_small_model(one, rule)
             except (ValueError, NotImplementedError):
                 refused += 1
-    made, seconds = cache_statistics - before, round(time.monotonic() - start, 1)
+    made, seconds = kernel_cache_counts - before, round(time.monotonic() - start, 1)
     found = {"folder": str(cache["folder"]), "runs": len(recipes) * len(rules), "refused": refused, "seconds": seconds}
     found |= {name: made[name] for name in ("found", "compiled", "written", "bytes")}
     if json:

@@ -15,7 +15,7 @@ from ..formats import Format
 from ..gradients.eager._attach import NotScriptedError
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
-from ._region import RoundingRegion, describe_refusal, refuse_recording, region
+from ._region import RoundingRegion, describe_recording_refusal, refuse_recording, region
 from ._rounder import WIDE_DTYPES, Rounder
 
 
@@ -30,7 +30,7 @@ class Emulation:
         self.target = target
         self.rounder = rounder
         self.parameters = parameters
-        self._forward_before = vars(target).get("forward") if isinstance(target, nn.Module) else None
+        self._replaced_forward = vars(target).get("forward") if isinstance(target, nn.Module) else None
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -40,13 +40,13 @@ class Emulation:
     def _original_forward(self) -> Callable[..., Any]:
         if not isinstance(self.target, nn.Module):
             return self.target
-        plain: Callable[..., Any] = self._forward_before or type(self.target).forward.__get__(self.target)
+        plain: Callable[..., Any] = self._replaced_forward or type(self.target).forward.__get__(self.target)
         return plain
 
     @property
     def __code__(self) -> NoReturn:
         """Raise to torch.export and torch.jit.script, which read this, or the next, before they call."""
-        raise NotScriptedError(describe_refusal("torch.export or torch.jit.script"))
+        raise NotScriptedError(describe_recording_refusal("torch.export or torch.jit.script"))
 
     __globals__ = __code__
 
@@ -57,7 +57,7 @@ class Emulation:
             NotImplementedError: torch.export, torch.jit.trace or make_fx records the call.
         """
         if is_exporting():
-            raise NotImplementedError(describe_refusal("torch.export"))
+            raise NotImplementedError(describe_recording_refusal("torch.export"))
         if HAS_GRAPH_BREAK_REASON_ARGUMENT and torch.compiler.is_compiling():
             torch._dynamo.graph_break(
                 "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
@@ -96,8 +96,8 @@ class Emulation:
             del self.target.forward
             for parameter in self.target.parameters():
                 parameter.__dict__.pop(EMULATED_FORMAT_ATTRIBUTE, None)
-            if self._forward_before is not None:
-                self.target.forward = self._forward_before
+            if self._replaced_forward is not None:
+                self.target.forward = self._replaced_forward
 
     def __enter__(self) -> Emulation:
         return self
@@ -176,7 +176,7 @@ def emulate(
             raise TypeError(f"emulate takes a module or a function, got {model!r}")
         return Emulation(model, rounder, parameters)
     model = getattr(model, "_orig_mod", model)
-    _check_model(model)
+    _check_can_emulate_model(model)
     if parameters == "round":
         held = {f"parameter {name}": value for name, value in model.named_parameters()}
         held |= {f"buffer {name}": value for name, value in model.named_buffers()}
@@ -204,7 +204,7 @@ def _needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_can_emulate_model(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("emulate cannot see into a ScriptModule: pass the module it was scripted from")
     for name, module in model.named_modules():

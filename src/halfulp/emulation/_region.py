@@ -17,7 +17,7 @@ from .._torch_versions import get_saved_tensor_hooks, is_exporting
 from ..arithmetic._float32_products import iterate_tensors
 from ..formats import Format
 from ..rounding import Nearest, Rounding
-from ..subclass import is_written
+from ..subclass import is_written_argument
 from ..subclass.models._conversion import wrap_recomputed_function, wrap_reentrant_recomputed_function
 from ._rounder import Rounder
 
@@ -72,7 +72,7 @@ def read_operator_result_kinds(operator: torch._ops.OpOverload) -> OperatorResul
         return OperatorResultKinds(name, (), ())
     statistics = _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR.get(base, ()) if known else ()
     fresh = (i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type))
-    written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
+    written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written_argument(argument))
     written = written or (_RUNNING_STATISTICS_BY_OPERATOR.get(base, ()) if known else ())
     return OperatorResultKinds(name, tuple(i for i in fresh if i not in statistics), written)
 
@@ -92,32 +92,32 @@ class _RoundingMode(TorchDispatchMode):
         super().__init__()
         self.rounder = rounder
         # Of the backward pass in which it was entered, and of the one that runs through its nodes.
-        self.task, self._backward_task = torch._C._current_graph_task_id(), -1
-        self._emulated = partial(_emulate_recomputation, rounder)
-        self._pending: list = []
-        self._promised: list[weakref.ref] = []
-        self._pack: Callable | None = None
-        self._with_gradients = torch.is_grad_enabled()
-        self._start = torch.autograd._get_sequence_nr()
-        self._seen: set[int] = set()
-        self._leaves: dict[int, weakref.ref[Tensor]] = {}
-        self._handles: list = []
+        self.graph_task_id, self._backward_graph_task_id = torch._C._current_graph_task_id(), -1
+        self._wrap_recomputation = partial(_emulate_recomputation, rounder)
+        self._unhooked_outputs: list = []
+        self._unhooked_output_refs: list[weakref.ref] = []
+        self._wrapped_pack_hook: Callable | None = None
+        self._was_entered_with_grad = torch.is_grad_enabled()
+        self._first_sequence_number = torch.autograd._get_sequence_nr()
+        self._hooked_sequence_numbers: set[int] = set()
+        self._hooked_leaf_by_id: dict[int, weakref.ref[Tensor]] = {}
+        self._leaf_hook_handles: list = []
 
     def __del__(self) -> None:
-        for handle in self._handles:
+        for handle in self._leaf_hook_handles:
             handle.remove()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch._C._current_graph_task_id() != self.task:
+        if torch._C._current_graph_task_id() != self.graph_task_id:
             return func(*args, **kwargs)
         self.hook_last_outputs()
         out = func(*args, **kwargs)
         out = self._round_results(read_operator_result_kinds(func), out, args, kwargs)
         if torch.is_grad_enabled():
-            self._pending.append(out)
-        elif self._with_gradients:
-            self._promised += [weakref.ref(value) for value in iterate_tensors(out)]
+            self._unhooked_outputs.append(out)
+        elif self._was_entered_with_grad:
+            self._unhooked_output_refs += [weakref.ref(value) for value in iterate_tensors(out)]
         return out
 
     def hook_last_outputs(self) -> None:
@@ -127,21 +127,21 @@ class _RoundingMode(TorchDispatchMode):
         """
         if not torch.is_grad_enabled():
             return
-        promised = (promise() for promise in self._promised)
-        for value in (*self._pending, *promised):
+        promised = (promise() for promise in self._unhooked_output_refs)
+        for value in (*self._unhooked_outputs, *promised):
             for tensor in iterate_tensors(value):
                 self.hook_backward_graph(tensor)
-        self._pending.clear()
-        self._promised.clear()
+        self._unhooked_outputs.clear()
+        self._unhooked_output_refs.clear()
         hooks = get_saved_tensor_hooks()
-        if hooks is not None and hooks[0] is not self._pack:
-            self._pack = hooks[0]
-            wrap_recomputed_function(self._pack, self._emulated, "emulate")
+        if hooks is not None and hooks[0] is not self._wrapped_pack_hook:
+            self._wrapped_pack_hook = hooks[0]
+            wrap_recomputed_function(self._wrapped_pack_hook, self._wrap_recomputation, "emulate")
 
     def release_graphs(self) -> None:
         """Release the last outputs and the pack hook, which hold graphs whose nodes hold the mode."""
-        self._pending.clear()
-        self._pack = None
+        self._unhooked_outputs.clear()
+        self._wrapped_pack_hook = None
 
     def _round_results(self, results: OperatorResultKinds, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
@@ -157,7 +157,9 @@ class _RoundingMode(TorchDispatchMode):
             self._round_tensors(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
-                self._pending += [tensor._base for tensor in iterate_tensors(value) if tensor._base is not None]
+                self._unhooked_outputs += [
+                    tensor._base for tensor in iterate_tensors(value) if tensor._base is not None
+                ]
         return out
 
     def _round_tensors(self, value, name: str) -> None:
@@ -172,8 +174,8 @@ class _RoundingMode(TorchDispatchMode):
             number = -1 if node is None else node._sequence_nr()
             if number == _LEAF_SEQUENCE_NUMBER:
                 self._hook_leaf(node.variable)
-            elif number >= self._start and number not in self._seen:
-                self._seen.add(number)
+            elif number >= self._first_sequence_number and number not in self._hooked_sequence_numbers:
+                self._hooked_sequence_numbers.add(number)
                 self._hook_node(node)
                 todo += [child for child, _ in node.next_functions]
 
@@ -185,23 +187,24 @@ class _RoundingMode(TorchDispatchMode):
                 "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
                 "call the module as it was before torch.compile"
             )
-        wrap_reentrant_recomputed_function(node, name, self._emulated, "emulate")
+        wrap_reentrant_recomputed_function(node, name, self._wrap_recomputation, "emulate")
         node.register_prehook(partial(self._round_incoming_gradients, name))
         # Before the results of several nodes are summed.
         node.register_hook(lambda gradients, _: self._round_gradients(gradients, name))
 
     def _hook_leaf(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
-        known = self._leaves.get(id(leaf))
+        known = self._hooked_leaf_by_id.get(id(leaf))
         if known is not None and known() is leaf:
             return
-        self._leaves[id(leaf)] = weakref.ref(leaf)
+        self._hooked_leaf_by_id[id(leaf)] = weakref.ref(leaf)
         me = weakref.ref(self)
 
         def get_mode_in_backward() -> _RoundingMode | None:
             """Return the graph's roundings while a backward pass through it runs."""
             owner = me()
-            return owner if owner is not None and owner._backward_task == torch._C._current_graph_task_id() else None
+            is_running = owner is not None and owner._backward_graph_task_id == torch._C._current_graph_task_id()
+            return owner if is_running else None
 
         def round_gradient_sum(gradient: Tensor | None) -> Tensor | None:
             owner = get_mode_in_backward()
@@ -212,12 +215,12 @@ class _RoundingMode(TorchDispatchMode):
             if owner is not None and leaf.grad is not None:
                 owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
-        self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
-        self._handles.append(leaf.register_hook(round_gradient_sum))
+        self._leaf_hook_handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
+        self._leaf_hook_handles.append(leaf.register_hook(round_gradient_sum))
 
     def _round_incoming_gradients(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
         """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
-        self._backward_task = torch._C._current_graph_task_id()
+        self._backward_graph_task_id = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "emulate rounds first gradients only: create_graph=True asks for gradients of gradients"
@@ -247,19 +250,19 @@ class RoundingRegion:
 
     def __init__(self, rounder: Rounder) -> None:
         self.rounder = rounder
-        self._entered: list[tuple[_RoundingMode, bool] | None] = []
+        self._entered_modes: list[tuple[_RoundingMode, bool] | None] = []
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __enter__(self) -> RoundingRegion:
         modes = _get_entered_modes()
-        if modes and modes[-1].task == torch._C._current_graph_task_id():
+        if modes and modes[-1].graph_task_id == torch._C._current_graph_task_id():
             rounder, around = self.rounder, modes[-1].rounder
             if around.settings != rounder.settings:
                 raise RuntimeError(
                     f"emulation of {rounder.format.name} inside an emulation of {around.format.name} with other "
                     "settings: each operator is rounded once, so one of them has to end first"
                 )
-            self._entered.append(None)
+            self._entered_modes.append(None)
             return self
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise RuntimeError(
@@ -268,7 +271,7 @@ class RoundingRegion:
             )
         refuse_recording()
         mode = _RoundingMode(self.rounder)
-        self._entered.append((mode, torch.backends.mha.get_fastpath_enabled()))
+        self._entered_modes.append((mode, torch.backends.mha.get_fastpath_enabled()))
         modes.append(mode)
         # The fast path makes one operator of a whole transformer layer, in evaluation only.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -277,7 +280,7 @@ class RoundingRegion:
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __exit__(self, kind, error, trace) -> None:
-        entered = self._entered.pop()
+        entered = self._entered_modes.pop()
         if entered is None:
             return
         mode, fast = entered
@@ -291,7 +294,7 @@ class RoundingRegion:
             mode.release_graphs()
 
 
-def describe_refusal(recorder: str) -> str:
+def describe_recording_refusal(recorder: str) -> str:
     """Return the error message for recording an emulated model as a graph."""
     return (
         f"{recorder} would record an emulated model without its roundings: end the emulation (its remove(); the handle "
@@ -302,11 +305,11 @@ def describe_refusal(recorder: str) -> str:
 def refuse_recording() -> None:
     """Raise if the operators that run are being recorded as a graph."""
     if is_exporting():
-        raise NotImplementedError(describe_refusal("torch.export"))
+        raise NotImplementedError(describe_recording_refusal("torch.export"))
     if torch.jit.is_tracing():
-        raise NotImplementedError(describe_refusal("torch.jit.trace"))
+        raise NotImplementedError(describe_recording_refusal("torch.jit.trace"))
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        raise NotImplementedError(describe_refusal("make_fx"))
+        raise NotImplementedError(describe_recording_refusal("make_fx"))
 
 
 def _emulate_recomputation(rounder: Rounder, function: Callable) -> Callable:

@@ -14,7 +14,7 @@ from .._torch_floor import OLDEST_TORCH, is_older
 from ._processor import count_cores, list_processor_instructions, read_processor_name
 
 _LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
-_VARIABLE_PREFIXES = (
+_LISTED_VARIABLE_PREFIXES = (
     *("HALFULP_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "OMP_", "KMP_", "TRITON_", "PYTORCH_", "TORCH_"),
     *("CUDA_VISIBLE", "HIP_VISIBLE", "ROCR_VISIBLE", "HSA_OVERRIDE", "ZE_AFFINITY", "XDG_CACHE_HOME"),
 )
@@ -38,7 +38,7 @@ def describe_environment() -> dict[str, Any]:
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
-        "variables": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
+        "variables": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_LISTED_VARIABLE_PREFIXES)},
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
@@ -97,12 +97,12 @@ def _describe_16_bit_products() -> dict[str, str]:
 
 
 def _describe_engines() -> dict[str, str]:
-    from ..kernels._engine import choose_engine_and_reason
+    from ..kernels._engine import choose_engine_and_fallback_reason
 
     found = {}
     for kind in ("cpu", *dict.fromkeys(device.split()[0] for device in _list_devices())):
         try:
-            name, reason = choose_engine_and_reason(kind)
+            name, reason = choose_engine_and_fallback_reason(kind)
             found[kind] = f"{name} ({reason})" if reason else name
         except (ValueError, ImportError) as error:
             found[kind] = f"refused: {error}"
@@ -111,9 +111,9 @@ def _describe_engines() -> dict[str, str]:
 
 def describe_cache() -> dict[str, Any]:
     """Return where compiled kernels are kept, and why they cannot be."""
-    from ..kernels.vector._machine_function import find_cache_folder
+    from ..kernels.vector._machine_function import find_kernel_cache_folder
 
-    folder = find_cache_folder()
+    folder = find_kernel_cache_folder()
     if folder is None:
         return {"folder": None, "writable": False, "reason": "no home folder"}
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)

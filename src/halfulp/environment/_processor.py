@@ -11,12 +11,12 @@ from typing import Any
 
 _CPUINFO_FILE = Path("/proc/cpuinfo")
 # Those that decide how fast narrow numbers are, by LLVM's names.
-_INSTRUCTIONS = (
+_KNOWN_INSTRUCTIONS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bf16", "avx512fp16", "avxneconvert", "amx-bf16", "amx-fp16"),
     *("neon", "fullfp16", "bf16", "sve", "sme"),
 )
 # Parts of the names of instructions that multiply, or widen by one instruction, two numbers of 16 bits.
-_SIXTEEN_BIT_SUFFIXES = ("bf16", "fp16", "avxneconvert")
+_SIXTEEN_BIT_INSTRUCTION_SUFFIXES = ("bf16", "fp16", "avxneconvert")
 _VECTOR_INSTRUCTIONS = ("avx512f", "avx2", "sve", "neon")
 # What makes torch use less than the processor has.
 INSTRUCTION_LIMIT_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
@@ -30,7 +30,7 @@ def describe_processor() -> str:
     """
     found = list_processor_instructions()
     shown = [next((name for name in _VECTOR_INSTRUCTIONS if name in found), "")]
-    shown += [name for name in found if name.endswith(_SIXTEEN_BIT_SUFFIXES)]
+    shown += [name for name in found if name.endswith(_SIXTEEN_BIT_INSTRUCTION_SUFFIXES)]
     if found and len(shown) == 1:
         shown.append("no 16-bit arithmetic")
     count = count_cores()
@@ -60,11 +60,11 @@ def read_processor_name() -> str:
 def list_processor_instructions() -> tuple[str, ...]:
     """Return the names of the instructions that matter here and that LLVM finds in the processor; empty without it.
 
-    >>> set(list_processor_instructions()) <= {*_INSTRUCTIONS}
+    >>> set(list_processor_instructions()) <= {*_KNOWN_INSTRUCTIONS}
     True
     """
     found = _call_llvm("get_host_cpu_features") or {}
-    return tuple(name for name in _INSTRUCTIONS if found.get(name))
+    return tuple(name for name in _KNOWN_INSTRUCTIONS if found.get(name))
 
 
 def count_cores() -> int:

@@ -67,7 +67,7 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
     if not is_floating_tensor(node):
         return "other"
     if name in _FACTOR_POSITIONS_BY_PRODUCT:
-        return "product" if _has_one_gradient_factor(node, gradients, *_FACTOR_POSITIONS_BY_PRODUCT[name]) else "other"
+        return "product" if _is_linear_product(node, gradients, *_FACTOR_POSITIONS_BY_PRODUCT[name]) else "other"
     if name == "_trilinear":
         return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
@@ -78,7 +78,7 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
         return "product" if product else "linear"
     if name in _FACTOR_POSITIONS_BY_MULTIPLY_ADD:
         positions = _FACTOR_POSITIONS_BY_MULTIPLY_ADD[name]
-        return "linear" if _has_one_gradient_factor(node, gradients, *positions) else "other"
+        return "linear" if _is_linear_product(node, gradients, *positions) else "other"
     if name == "copy":
         # The second argument in the shape of the first.
         shape, source = cast(tuple[Node, Node], node.args[:2])
@@ -106,11 +106,11 @@ def is_floating_tensor(node: Node) -> bool:
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 
 
-def _has_one_gradient_factor(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
+def _is_linear_product(node: Node, gradients: Mapping[Node, None], first_position: int, second_position: int) -> bool:
     """Return whether one of two factors is a gradient, and all addends of their product are gradients or zero."""
-    if (node.args[a] in gradients) == (node.args[b] in gradients):
+    if (node.args[first_position] in gradients) == (node.args[second_position] in gradients):
         return False
-    added = [x for i, x in enumerate(node.args) if i not in (a, b) and isinstance(x, Node)]
+    added = [x for i, x in enumerate(node.args) if i not in (first_position, second_position) and isinstance(x, Node)]
     return all(x in gradients or _is_made_of_zeros(x) for x in added if _is_tensor_node(x))
 
 
@@ -147,11 +147,11 @@ def _is_float16(node: Node) -> bool:
 class SitePlan(NamedTuple):
     """The sites of a forward graph's products, by their paths there, and which of its inputs are parameters."""
 
-    parameter_inputs: tuple[bool, ...]
-    site_keys: dict[str, str]
+    is_parameter_by_input: tuple[bool, ...]
+    site_key_by_path: dict[str, str]
 
 
-def name_nested_function(stack: Sequence[tuple]) -> str:
+def join_function_path(stack: Sequence[tuple]) -> str:
     """Return the name of a graph's function, behind the names of the functions that it is nested in."""
     return "/".join(name for name, _ in stack)
 
@@ -161,8 +161,8 @@ class EdgeBetweenSites:
     """A gradient that moves from one site to another for some of its readers."""
 
     node: Node
-    source: str
-    target: str
+    source_key: str
+    target_key: str
     readers: list[Node]
 
 
@@ -184,32 +184,33 @@ class SitePlacement:
         self._plan = plan
         self.gradients: dict[Node, None] = {}
         self._uses: dict[Node, GradientUse] = {}
-        self._product_sites: dict[Node, str] = {}
+        self._product_keys: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
         # In the order of the forward pass: the global site first, then those that it does not have.
-        ranks = {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)} | {GLOBAL_SITE_KEY: -1}
+        ranks = {key: i for i, key in enumerate(dict.fromkeys(plan.site_key_by_path.values()), 1)}
+        ranks[GLOBAL_SITE_KEY] = -1
         self._get_rank = lambda key: ranks.get(key, 0)
         # A module may be called "global", too.
-        self.site_keys = sorted(dict.fromkeys([GLOBAL_SITE_KEY, *self._product_sites.values()]), key=self._get_rank)
+        self.site_keys = sorted(dict.fromkeys([GLOBAL_SITE_KEY, *self._product_keys.values()]), key=self._get_rank)
         output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         made = pytree.tree_leaves(output.args)
         # Which outputs are gradients of parameters, by the first place of each; of some graphs that is not known.
-        is_known = len(made) == len(plan.parameter_inputs)
-        is_of_parameter = dict(zip(reversed(made), reversed(plan.parameter_inputs)))
+        is_known = len(made) == len(plan.is_parameter_by_input)
+        is_of_parameter = dict(zip(reversed(made), reversed(plan.is_parameter_by_input)))
         self._leads_beyond_parameters: dict[Node, bool] = {}
-        self._preferred: dict[Node, str | None] = {}
+        self._preferred_keys: dict[Node, str | None] = {}
         for node in reversed(self.gradients):
             wanted = [site for reader in node.users if (site := self._find_site_needed_by_reader(reader)) is not None]
-            self._preferred[node] = max(wanted, key=self._get_rank) if wanted else None
+            self._preferred_keys[node] = max(wanted, key=self._get_rank) if wanted else None
             self._leads_beyond_parameters[node] = any(
                 is_known and not is_of_parameter[node]
                 if reader is output
                 else self._uses[reader] in ("product", "other") or self._leads_beyond_parameters.get(reader, False)
                 for reader in node.users
             )
-        self.sites: dict[Node, str] = {}
+        self.node_site_keys: dict[Node, str] = {}
         for node in self.gradients:
-            self.sites[node] = self._find_site(node)
+            self.node_site_keys[node] = self._find_site(node)
 
     def _collect_gradients(self, nodes: Iterable[Node]) -> None:
         """Find all gradients, which are computed from the tangents, their uses, and the sites of products."""
@@ -221,9 +222,9 @@ class SitePlacement:
                 if use == "product":
                     # That of the forward product to whose derivative it belongs, or its own.
                     stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-                    paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
-                    keys = (self._plan.site_keys[path] for path in paths if path in self._plan.site_keys)
-                    self._product_sites[node] = next(keys, f"backward.{node.name}")
+                    paths = (join_function_path(stack[:end]) for end in range(len(stack), 0, -1))
+                    keys = (self._plan.site_key_by_path[path] for path in paths if path in self._plan.site_key_by_path)
+                    self._product_keys[node] = next(keys, f"backward.{node.name}")
                 if use != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
 
@@ -232,71 +233,70 @@ class SitePlacement:
         if reader.op == "output" or self._uses[reader] in ("shape", "widening"):
             return None
         if self._uses[reader] == "product":
-            return self._product_sites[reader]
-        return GLOBAL_SITE_KEY if self._uses[reader] == "other" else self._preferred[reader]
+            return self._product_keys[reader]
+        return GLOBAL_SITE_KEY if self._uses[reader] == "other" else self._preferred_keys[reader]
 
     def _find_site(self, node: Node) -> str:
         """Return the site at which a gradient is made."""
         use = self._uses.get(node, "other")
         if use == "product":
-            return self._product_sites[node]
+            return self._product_keys[node]
         if use == "other":
             return GLOBAL_SITE_KEY
-        inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
+        inputs = [self.node_site_keys[x] for x in node.all_input_nodes if x in self.gradients]
         if use in ("part", "widening"):
             return inputs[0]
         if _is_float16(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
-            inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
-        return self._preferred[node] or max(inputs, key=self._get_rank)
+            inputs += [site for x in node.all_input_nodes if (site := self._preferred_keys.get(x))]
+        return self._preferred_keys[node] or max(inputs, key=self._get_rank)
 
     def list_edges_between_sites(self) -> list[EdgeBetweenSites]:
         """Return every gradient that moves, once for each site that it moves to."""
         found: dict[tuple[Node, str], EdgeBetweenSites] = {}
-        for node, source in self.sites.items():
+        for node, source in self.node_site_keys.items():
             for reader in node.users:
                 use = "other" if reader.op == "output" else self._uses[reader]
-                target = (
-                    GLOBAL_SITE_KEY if use == "other" else self.sites[reader if use in ("product", "linear") else node]
-                )
+                owner = reader if use in ("product", "linear") else node
+                target = GLOBAL_SITE_KEY if use == "other" else self.node_site_keys[owner]
                 if target != source:
                     found.setdefault((node, target), EdgeBetweenSites(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def list_measured_gradients(self, moved: Mapping[Node, EdgeBetweenSites]) -> dict[str, list[MeasuredGradient]]:
+    def list_gradients_to_measure(self, moved: Mapping[Node, EdgeBetweenSites]) -> dict[str, list[MeasuredGradient]]:
         """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
         That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it.
         """
         found: dict[str, dict[Node, MeasuredGradient]] = {}
 
-        def add(key: str, node: Node, kind: str) -> None:
+        def add_gradient(key: str, node: Node, kind: str) -> None:
             viewed = node
             while isinstance(viewed.target, torch._ops.OpOverload) and viewed.target._opname in _VIEW_OPERATOR_NAMES:
                 viewed = viewed.all_input_nodes[0]
             found.setdefault(key, {}).setdefault(viewed, (node, kind))
 
-        def name_kind(node: Node) -> str:
+        def name_gradient_kind(node: Node) -> str:
             return "passed" if self._leads_beyond_parameters[node] else "weight"
 
-        for node, key in self._product_sites.items():
+        for node, key in self._product_keys.items():
             for x in node.all_input_nodes:
                 if x in self.gradients or x in moved:
-                    add(key, x, "received")
+                    add_gradient(key, x, "received")
             several = isinstance(node.meta["val"], tuple | list)
             for x in list(node.users) if several else [node]:
                 if x in self.gradients and is_floating_tensor(x):
-                    add(key, x, name_kind(x))
+                    add_gradient(key, x, name_gradient_kind(x))
         for node, edge in moved.items():
-            if edge.target != GLOBAL_SITE_KEY and _is_float16(node):
-                add(edge.target, node, "received")
+            if edge.target_key != GLOBAL_SITE_KEY and _is_float16(node):
+                add_gradient(edge.target_key, node, "received")
             # Before it became wider, which it does before it moves.
             left = edge.node.all_input_nodes[0] if self._uses.get(edge.node) == "widening" else edge.node
-            if edge.source != GLOBAL_SITE_KEY and _is_float16(left):
-                add(edge.source, left, name_kind(left))
-        for node, key in self.sites.items():
+            if edge.source_key != GLOBAL_SITE_KEY and _is_float16(left):
+                add_gradient(edge.source_key, left, name_gradient_kind(left))
+        for node, key in self.node_site_keys.items():
             narrows = _is_float16(node) and getattr(node.target, "_opname", None) in _CAST_OPERATOR_NAMES
             if key != GLOBAL_SITE_KEY and narrows and not _is_float16(node.all_input_nodes[0]):
                 # It was wide when it came to the site.
-                add(key, node, "received")
+                add_gradient(key, node, "received")
         return {key: list(gradients.values()) for key, gradients in found.items()}

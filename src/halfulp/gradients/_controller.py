@@ -33,7 +33,7 @@ from ._site import (
     restore_amax_lost_in_moves,
 )
 from ._state import load_sites
-from .eager._backward import Backward
+from .eager._backward import BackwardHooks
 
 
 def is_measured_iteration(iteration: int, restart: int, interval: int) -> bool:
@@ -76,18 +76,18 @@ def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     return found
 
 
-def is_overflow_near(kinds: dict[str, GradientReading], exponent: int) -> bool:
+def is_overflow_near(readings_by_kind: dict[str, GradientReading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
         reading.format is not None and reading.is_finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
-        for reading in kinds.values()
+        for reading in readings_by_kind.values()
     )
 
 
 # For so many intervals an overflow is remembered.
 _OVERFLOW_MEMORY_INTERVALS = 8
 # After so many skipped steps in a row all exponents of the iteration fall as one scale, by so many powers of two.
-_SKIPS_BEFORE_COMMON_FALL, _COMMON_FALL = 4, 8
+_SKIPS_BEFORE_COMMON_DECREASE, _COMMON_EXPONENT_DECREASE = 4, 8
 # So far a site stays below the exponent at which it overflowed.
 _MAX_MARGIN_BELOW_OVERFLOW_EXPONENT = 4
 
@@ -106,7 +106,7 @@ class GradientSharingProcesses:
     """
 
     def __init__(self) -> None:
-        self._groups: list[Any] = []
+        self._process_groups: list[Any] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._wrappers: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
@@ -125,15 +125,15 @@ class GradientSharingProcesses:
             self._wrappers.add(wrapper)
             found.insert(0, wrapper.process_group)
         for group in found:
-            if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
-                self._groups.append(group)
+            if dist.get_world_size(group) > 1 and not any(group is known for known in self._process_groups):
+                self._process_groups.append(group)
 
     def _list_models(self) -> list[nn.Module]:
         return [model for one in self._models if (model := one()) is not None]
 
     def agree_on_minimum(self, occasion: str, iteration: int, values: list[int]) -> list[int]:
         """Return the minimum of each value (two at most) over all processes that share gradients."""
-        if not self._groups:
+        if not self._process_groups:
             return values
         joins = (wrapper._join_config for wrapper in self._wrappers)
         if any(join.enable and not join.throw_on_early_termination for join in joins):
@@ -146,7 +146,7 @@ class GradientSharingProcesses:
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
         device = next((p.device for model in self._list_models() for p in model.parameters()), "cpu")
         found = torch.tensor(message, device=device, dtype=torch.int64)
-        for group in self._groups:
+        for group in self._process_groups:
             try:
                 dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
                 least = found.tolist()
@@ -200,7 +200,7 @@ class ExponentController:
         self,
         policy: Policy,
         *,
-        start: int,
+        init_exponent: int,
         format: Format | str | torch.dtype | None,
         rounding: Rounding | str,
         interval: int,
@@ -216,7 +216,7 @@ class ExponentController:
                 f"and {ceiling!r}"
             )
         self.floor, self.ceiling = floor, ceiling
-        self.check_bounds("init_scale", start)
+        self.check_bounds("init_scale", init_exponent)
         rounding, format = get_rounding(rounding), None if format is None else get_signed(format)
         if isinstance(rounding, Stochastic) and rounding.seed is not None:
             raise ValueError(
@@ -228,13 +228,13 @@ class ExponentController:
                 f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= "
                 "too"
             )
-        self.sites = Sites(start, uniform=not policy.per_site)
-        self.backward = Backward(self.sites, policy, format, rounding)
+        self.sites = Sites(init_exponent, uniform=not policy.per_site)
+        self.backward = BackwardHooks(self.sites, policy, format, rounding)
         self.processes = GradientSharingProcesses()
         self.backward.update_process_groups = self.processes.update_process_groups
         self.policy = policy
         self.interval = interval
-        self.start = start
+        self.init_exponent = init_exponent
         self.iteration = 0
         # The iteration from which `is_measured_iteration` counts, and how many steps in a row were skipped before it.
         self._restart_iteration = 0
@@ -243,34 +243,34 @@ class ExponentController:
         # Steps since the global exponent last changed.
         self.steps_since_change = 0
         self.losses: list[Tensor] = []
-        self._measured: list[Measurement] = []
+        self._measurements: list[Measurement] = []
         # The sites that overflowed in this iteration, and those of one that was not measured, which all may have.
         self._overflow_sources: dict[Site, None] = {}
-        self._suspects: list[Site] = []
-        self._is_skipped = False
+        self._suspect_sites: list[Site] = []
+        self._is_step_skipped = False
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._has_overflowed = False
-        self._measures_next = False
+        self._is_next_measured = False
 
     def read_overflow_and_measurements(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
         binades: list[Tensor] = []
-        if self.backward.measuring:
-            held, self.loss_follower.binades = self.loss_follower.binades, []
+        if self.backward.is_measuring:
+            held, self.loss_follower.loss_gradient_binades = self.loss_follower.loss_gradient_binades, []
             binades = [torch.as_tensor(binade, dtype=torch.float32, device=flags[0].device) for binade in held]
         values, measured = self.backward.measurements.read_flags_and_measurements([*flags, *binades])
-        self._measured += measured
-        self.loss_follower.read_binades += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
+        self._measurements += measured
+        self.loss_follower.host_binades += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agree_on_minimum("step", int(not found))[0]
 
     def record_and_explain_skipped_step(self) -> LastStep:
         """Record a skipped step and return its reason, with the sites whose gradients overflowed."""
-        self._is_skipped = True
+        self._is_step_skipped = True
         backward, global_site = self.backward, self.sites.global_site
         finite = all(copy_to_host([torch.isfinite(get_local_values(loss)).all() for loss in self.losses]))
-        found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
+        found = find_overflow_sources(self._measurements) if finite and self.policy.per_site else []
         finite, unknown = map(bool, self._agree_on_minimum("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
@@ -281,8 +281,8 @@ class ExponentController:
             return LastStep(False, words, (("global", global_site.exponent),))
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
-        if not found and not backward.measuring:
-            self._suspects = [site for site in backward.reached if site.format or not site.measured]
+        if not found and not backward.is_measuring:
+            self._suspect_sites = [site for site in backward.reached_sites if site.format or not site.is_measured]
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [global_site]
@@ -291,19 +291,19 @@ class ExponentController:
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def update_exponents(self, by_hand: int | None = None) -> None:
+    def update_exponents(self, new_global_exponent: int | None = None) -> None:
         """Set the exponents of the next iteration: the global one alone where it is given by hand."""
         global_site = self.sites.global_site
-        if by_hand is not None:
-            self._set_exponent(global_site, by_hand)
+        if new_global_exponent is not None:
+            self._set_clamped_exponent(global_site, new_global_exponent)
         else:
             if self.policy.per_site:
-                self._update_sites()
+                self._update_site_exponents()
             else:
-                self._update_global_site()
-            if self.backward.measuring or self._is_skipped:
-                exponent, calm = self._agree_on_minimum("update", global_site.exponent, int(not self._measures_next))
-                global_site.exponent, self._measures_next = exponent, not calm
+                self._update_exponent_of_single_scale()
+            if self.backward.is_measuring or self._is_step_skipped:
+                exponent, calm = self._agree_on_minimum("update", global_site.exponent, int(not self._is_next_measured))
+                global_site.exponent, self._is_next_measured = exponent, not calm
         self._begin_iteration()
 
     def _agree_on_minimum(self, occasion: str, *values: int) -> list[int]:
@@ -315,7 +315,7 @@ class ExponentController:
         if not self.floor <= exponent <= self.ceiling:
             raise ValueError(f"{field} is 2^{exponent}, beyond floor={self.floor} and ceiling={self.ceiling}")
 
-    def assign_exponents(self, exponents: Mapping[str, int]) -> None:
+    def replace_all_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
         for key, exponent in exponents.items():
             if not isinstance(exponent, int):
@@ -326,42 +326,43 @@ class ExponentController:
             raise ValueError(f"no sites {', '.join(unknown)}; the sites are {', '.join(self.sites)}")
         self.sites.set_reference_binade(None)
         for site in self.sites.values():
-            self._set_exponent(site, exponents.get(site.key, 0))
+            self._set_clamped_exponent(site, exponents.get(site.key, 0))
             site.memory = OverflowMemory()
         self._begin_iteration()
 
     @property
-    def progress(self) -> list:
+    def progress_counters(self) -> list[int]:
         """The counters that a state holds beside its sites."""
-        counters = [self.iteration, self.steps_since_change, self.backward.measuring]
+        counters = [self.iteration, self.steps_since_change, self.backward.is_measuring]
         return [*counters, self._restart_iteration, self._skips_in_row]
 
-    def load_state(self, given: dict[str, Any], progress: list) -> None:
+    def load_state(self, given: dict[str, Any], progress_counters: list[Any]) -> None:
         """Load the sites of a state, and leave the iteration that is under way."""
         self._clear_iteration()
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
-            self._set_exponent(self.sites[key], values["exponent"])
-        self.iteration, self.steps_since_change, self.backward.measuring, *rest = progress
+            self._set_clamped_exponent(self.sites[key], values["exponent"])
+        self.iteration, self.steps_since_change, self.backward.is_measuring, *rest = progress_counters
         self._restart_iteration, self._skips_in_row = rest
-        self.sites.global_site.loss_binade, self.loss_follower.resumes = given[GLOBAL_SITE_KEY]["reference"]
+        reference = given[GLOBAL_SITE_KEY]["reference"]
+        self.sites.global_site.reference_binade, self.loss_follower.resume_iteration = reference
         self.loss_follower.begin_iteration(self.iteration)
-        self.sites.note_lowest_exponent()
+        self.sites.update_lowest_exponent()
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
-    def _update_sites(self) -> None:
+    def _update_site_exponents(self) -> None:
         """Lower the sites that overflowed, and set the others that were measured by the policy."""
-        if self._is_skipped and not self._has_overflowed:
+        if self._is_step_skipped and not self._has_overflowed:
             return
-        measuring = self.backward.measuring
-        self._skips_in_row = self._skips_in_row + 1 if self._is_skipped else 0
-        if not (self._is_skipped or measuring):
+        measuring = self.backward.is_measuring
+        self._skips_in_row = self._skips_in_row + 1 if self._is_step_skipped else 0
+        if not (self._is_step_skipped or measuring):
             return
-        narrow = any(one.reading.format for one in self._measured)
-        if self.sites.global_site.loss_binade is None:
+        narrow = any(one.reading.format for one in self._measurements)
+        if self.sites.global_site.reference_binade is None:
             self.loss_follower.update_reference_binade(narrow, self.floor, self.ceiling)
-        readings = group_readings_by_site(self._measured)
+        readings = group_readings_by_site(self._measurements)
         fallen = self._lower_exponents_after_overflow(readings)
         lost = restore_amax_lost_in_moves(
             self.backward.edge_hooks, readings, self.loss_follower.lift_of_measured_iteration
@@ -369,61 +370,61 @@ class ExponentController:
         for site, kinds in readings.items():
             if site not in fallen and all(reading.is_finite for reading in kinds.values()):
                 self._set_exponent_by_policy(site, kinds, site in lost)
-        self._measures_next = bool(lost) or self._increase_exponents_if_all_vanished(readings)
+        self._is_next_measured = bool(lost) or self._increase_exponents_if_all_vanished(readings)
         global_site = self.sites.global_site
-        if measuring and not self._overflow_sources and not global_site.history:
+        if measuring and not self._overflow_sources and not global_site.amax_history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            higher = min(self.start, global_site.exponent + 1)
-            self._set_exponent(global_site, self._limit_below_remembered_overflow(global_site, higher))
+            higher = min(self.init_exponent, global_site.exponent + 1)
+            self._set_clamped_exponent(global_site, self._limit_below_remembered_overflow(global_site, higher))
         self.loss_follower.update_reference_binade(narrow, self.floor, self.ceiling)
-        self.sites.note_lowest_exponent()
+        self.sites.update_lowest_exponent()
 
     def _lower_exponents_after_overflow(self, readings: dict[Site, dict[str, GradientReading]]) -> Collection[Site]:
         """Lower the sites that overflowed, or may have, and those that the overflow reached; return them."""
         self._record_overflows_of_sites()
-        if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
+        if self._skips_in_row > _SKIPS_BEFORE_COMMON_DECREASE:
             # Lowering single sites did not stop the overflows. No losses are followed for a while where one pass
             # reaches several outputs, of which the first one may mislead.
             if self.loss_follower.has_several_outputs:
-                self.loss_follower.resumes = self.iteration + _OVERFLOW_MEMORY_INTERVALS * self.interval
-            fallen = {**self.backward.reached, self.sites.global_site: None}
+                self.loss_follower.resume_iteration = self.iteration + _OVERFLOW_MEMORY_INTERVALS * self.interval
+            fallen = {**self.backward.reached_sites, self.sites.global_site: None}
             # The global exponent falls at once to the others, which are far below it by now.
             own = [site for site in fallen if not site.follows_global]
             highest = max(site.exponent for site in own or fallen)
             for site in self.sites.values():
-                self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
+                self._set_clamped_exponent(site, min(site.exponent, highest - _COMMON_EXPONENT_DECREASE))
             return fallen
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.is_finite for one in kinds.values())
         ]
-        fallen = dict.fromkeys([*self._overflow_sources, *self._suspects, *reached])
+        fallen = dict.fromkeys([*self._overflow_sources, *self._suspect_sites, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.
             wanted = None if self.policy.wants_operands else self.policy.exponent(site)
             after = self.policy.exponent_after_overflow(site)
-            self._set_exponent(site, after if wanted is None else min(after, wanted))
+            self._set_clamped_exponent(site, after if wanted is None else min(after, wanted))
         return fallen
 
     def _record_overflows_of_sites(self) -> None:
         """Count and remember the overflow of each site that is to blame."""
         for site in self._overflow_sources:
-            site.overflows += 1
+            site.overflow_count += 1
             site.memory.recall_overflow_exponent(self.iteration)  # forgets what is old
             site.memory.note_overflow(site.exponent, self.iteration + _OVERFLOW_MEMORY_INTERVALS * self.interval)
 
-    def _set_exponent_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
-        """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
+    def _set_exponent_by_policy(self, site: Site, kinds: dict[str, GradientReading], arrives_as_zero: bool) -> None:
+        """Set the exponent of a measured site that did not overflow; ``arrives_as_zero``: all its gradients do."""
         site.store_readings(kinds)
-        exponent = (Amax() if lost else self.policy).exponent(site)
+        exponent = (Amax() if arrives_as_zero else self.policy).exponent(site)
         overflowed = site.memory.exponent
         # Operands alone do not tell of sums for weights.
-        tells = not lost and not self.policy.wants_operands
+        tells = not arrives_as_zero and not self.policy.wants_operands
         if overflowed is not None and (site.exponent <= self.floor or (tells and is_overflow_near(kinds, overflowed))):
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            limit = self._limit_to_halfway_to_overflow if lost else self._limit_below_remembered_overflow
-            self._set_exponent(site, limit(site, exponent))
+            limit = self._limit_to_halfway_to_overflow if arrives_as_zero else self._limit_below_remembered_overflow
+            self._set_clamped_exponent(site, limit(site, exponent))
 
     def _increase_exponents_if_all_vanished(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
         """Raise all measured sites if every gradient was stored as zero."""
@@ -432,7 +433,7 @@ class ExponentController:
             return False
         for site in readings:
             higher = 2 * site.exponent - self.policy.exponent_after_overflow(site)
-            self._set_exponent(site, self._limit_to_halfway_to_overflow(site, higher))
+            self._set_clamped_exponent(site, self._limit_to_halfway_to_overflow(site, higher))
         return True
 
     def _limit_below_remembered_overflow(self, site: Site, exponent: int) -> int:
@@ -460,29 +461,29 @@ class ExponentController:
 
     # one scale for all ----------------------------------------------------------------------------------------
 
-    def _update_global_site(self) -> None:
+    def _update_exponent_of_single_scale(self) -> None:
         """Set the global exponent, for policies with one scale for all gradients."""
         global_site = self.sites.global_site
-        readings = group_readings_by_site(self._measured)
+        readings = group_readings_by_site(self._measurements)
         for site, kinds in readings.items():
             site.store_readings(kinds)
         self._record_overflows_of_sites()
         self.steps_since_change += 1
         since, step = self.steps_since_change, self.iteration + 1
-        wanted = self.policy.global_exponent(global_site.exponent, self._is_skipped, since, step)
+        wanted = self.policy.global_exponent(global_site.exponent, self._is_step_skipped, since, step)
         if wanted is None:
-            if not self._is_skipped and not self.backward.measuring:
+            if not self._is_step_skipped and not self.backward.is_measuring:
                 return
             found = self._find_exponent_allowed_by_all_sites(readings)
-            wanted = self.policy.exponent_after_overflow(global_site) if self._is_skipped else found
-        if wanted is not None and (wanted != global_site.exponent or self._is_skipped):
+            wanted = self.policy.exponent_after_overflow(global_site) if self._is_step_skipped else found
+        if wanted is not None and (wanted != global_site.exponent or self._is_step_skipped):
             self.steps_since_change = 0
-            self._set_exponent(global_site, wanted)
+            self._set_clamped_exponent(global_site, wanted)
 
     def _find_exponent_allowed_by_all_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
         """Return the exponent that all measured gradients allow, below an overflow of a loss outside the model."""
         global_site = self.sites.global_site
-        found = [self.policy.exponent(site) for site in self.sites.values() if site.history]
+        found = [self.policy.exponent(site) for site in self.sites.values() if site.amax_history]
         wanted = min((exponent for exponent in found if exponent is not None), default=None)
         if wanted is None and readings:
             # Every gradient is stored as zero.
@@ -494,21 +495,21 @@ class ExponentController:
             global_site.memory.exponent = None
         return self._limit_to_halfway_to_overflow(global_site, wanted)
 
-    def _set_exponent(self, site: Site, exponent: int) -> None:
+    def _set_clamped_exponent(self, site: Site, exponent: int) -> None:
         """Set a site's exponent, clamped to floor and ceiling."""
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
     def _begin_iteration(self) -> None:
         """Count an iteration, clear what the last one gathered, and decide whether the next one is measured."""
         self.iteration += 1
-        if self._is_skipped:
+        if self._is_step_skipped:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restart_iteration = self.iteration
         is_due = is_measured_iteration(self.iteration, self._restart_iteration, self.interval)
-        self.backward.measuring = self._measures_next or is_due
-        followed = self.loss_follower.on
+        self.backward.is_measuring = self._is_next_measured or is_due
+        followed = self.loss_follower.is_active
         self.loss_follower.begin_iteration(self.iteration)
-        if self.loss_follower.on and not followed:
+        if self.loss_follower.is_active and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
             self.sites.set_reference_binade(None)
         self._clear_iteration()
@@ -517,8 +518,8 @@ class ExponentController:
         """Clear what an iteration has gathered."""
         self.backward.end_iteration()
         for site in self.sites.values():
-            site.proposals.clear()
-        for gathered in (self._measured, self.loss_follower.read_binades, self._suspects, self.losses):
+            site.proposed_bounds.clear()
+        for gathered in (self._measurements, self.loss_follower.host_binades, self._suspect_sites, self.losses):
             gathered.clear()
         self._overflow_sources.clear()
-        self._is_skipped = self._has_overflowed = self._measures_next = False
+        self._is_step_skipped = self._has_overflowed = self._is_next_measured = False

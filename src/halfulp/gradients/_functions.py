@@ -83,12 +83,12 @@ class SecondFactor:
     # With the summed dimension first.
     weight: Tensor
     # The summed dimension of the gradient.
-    gradient_dimension: int
+    summed_gradient_dimension: int
     fan: int
 
     def align_operands(self, gradient: Tensor) -> BackwardProductOperands:
         """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
-        gradient, weight, fan = gradient.detach().movedim(self.gradient_dimension, -1), self.weight, self.fan
+        gradient, weight, fan = gradient.detach().movedim(self.summed_gradient_dimension, -1), self.weight, self.fan
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
             fan *= 2
@@ -117,15 +117,15 @@ def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, An
         yield SecondFactor(right, 1 - right.dim(), right.shape[0] // groups * math.prod(right.shape[2:]))
         return
     # A layer's input counts even where nothing is passed on to it.
-    if not is_parameter(a) and (a.requires_grad or is_parameter(b)):
+    if not is_leaf_parameter(a) and (a.requires_grad or is_leaf_parameter(b)):
         # A linear layer's weight is stored transposed already.
         summed = -2 if name == "linear" else -1
         yield SecondFactor(right.movedim(summed, 0), -1, right.shape[summed])
-    if not is_parameter(b) and (b.requires_grad or is_parameter(a)):
+    if not is_leaf_parameter(b) and (b.requires_grad or is_leaf_parameter(a)):
         yield SecondFactor(left.movedim(-2, 0), -2, left.shape[-2])
 
 
-def is_parameter(tensor: Tensor) -> bool:
+def is_leaf_parameter(tensor: Tensor) -> bool:
     """Return whether a tensor is a parameter and a leaf, at which its gradient ends."""
     return isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
@@ -155,22 +155,22 @@ def memoize_by_tensor(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     """Return a function cached per tensor, so that a tensor given twice stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def change_once(x: Tensor) -> Tensor:
+    def change_tensor_once(x: Tensor) -> Tensor:
         if id(x) not in made:
             made[id(x)] = x, change(x)
         return made[id(x)][1]
 
-    return change_once
+    return change_tensor_once
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable_only: bool = True) -> Any:
     """Apply a function to every tensor of a structure that requires gradients; return it unchanged if none changes."""
     if type(value) in _TYPES_WITHOUT_TENSORS:
         return value
     if isinstance(value, Tensor):
-        return change(value) if value.requires_grad or not differentiable else value
+        return change(value) if value.requires_grad or not differentiable_only else value
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
+        items = [map_tensors(item, change, differentiable_only) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
             return value
         # Named and structured ones keep their class, too.
@@ -183,7 +183,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
         assign = object.__setattr__  # a frozen one has no other
     else:
         return value
-    found = {key: map_tensors(item, change, differentiable) for key, item in before.items()}
+    found = {key: map_tensors(item, change, differentiable_only) for key, item in before.items()}
     if all(found[key] is item for key, item in before.items()):
         return value
     # A subclass (outputs of transformers) in a copy.

@@ -31,9 +31,11 @@ class NarrowAllReduceState:
     """
 
     def __init__(self, scaler: Any, group: Any, names: dict[Any, str]) -> None:
-        self.bytes_sent, self.names = 0, names
-        self._scaler, self.group = scaler, group
-        self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.bytes_sent: int = 0
+        self.names: dict[Any, str] = names
+        self.group: Any = group
+        self.size: int = dist.get_world_size(group)
+        self._scaler, self._rank = scaler, dist.get_rank(group)
         # What rounding has kept back, by parameter: of what this rank sent, and of the sums that it computed for all.
         self._remainders: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         self._scale = self._read_scaler_scale()
@@ -88,19 +90,20 @@ class NarrowAllReduceState:
             names = [self.names[parameter] for parameter in bucket.parameters()]
             gradients = bucket.gradients()
             sent = [
-                self._round_to_bfloat16(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)
+                self._round_with_feedback(name, "sent", gradient.reshape(-1))
+                for name, gradient in zip(names, gradients)
             ]
             # A row for each rank, padded with zeros.
             rows = [nn.functional.pad(one, (0, -one.numel() % self.size)).view(self.size, -1) for one in sent]
             widths = [row.shape[1] for row in rows]
             mean = self._exchange_and_sum_rows(torch.cat(rows, 1)) / self.size
-            mine = [self._round_to_bfloat16(name, "summed", part) for name, part in zip(names, mean.split(widths))]
+            mine = [self._round_with_feedback(name, "summed", part) for name, part in zip(names, mean.split(widths))]
             for gradient, part in zip(gradients, self._gather_rows(torch.cat(mine)).split(widths, 1)):
                 gradient.copy_(part.reshape(-1)[: gradient.numel()].view_as(gradient))
         finished.set_result(bucket.buffer())
         return finished
 
-    def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
+    def _round_with_feedback(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
         remainders = self._remainders[name]
         if given.dtype == _SENT_DTYPE:

@@ -116,7 +116,7 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         sizes_by_kind: dict[str, list[float]] = {}
-        for entry in list(site.history)[-self.measurements :]:
+        for entry in list(site.amax_history)[-self.measurements :]:
             for kind, size in entry.items():
                 if size > 0:
                     sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.history_unit_exponent))
@@ -128,15 +128,15 @@ class Amax(Policy):
         return min(limits, default=None)
 
 
-def _add_headroom_to_peak_exponent(sizes: list[float], room: int | None, format: Format) -> int:
+def _add_headroom_to_peak_exponent(sizes: list[float], headroom: int | None, format: Format) -> int:
     """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
     and so does what leaves a format too few binades for small gradients (e5m2 has 32).
     """
     largest = math.frexp(max(sizes))[1] - 1
-    if room is not None:
-        return largest + room
+    if headroom is not None:
+        return largest + headroom
     usual = largest + min(_HEADROOM_ABOVE_PEAK, format.binades // 6)
     above_usual = min(_HEADROOM_ABOVE_MEDIAN, format.binades - _BINADES_BELOW_MEDIAN)
     return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)

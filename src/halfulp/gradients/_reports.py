@@ -60,10 +60,10 @@ class SiteRow:
     def from_site(cls, site: Site) -> SiteRow:
         """Return the row of a site."""
         readings = site.readings
-        elements = sum(reading.elements for reading in readings.values())
+        elements = sum(reading.element_count for reading in readings.values())
 
         def average(field: str) -> float | None:
-            total = sum(getattr(one, field) * one.elements for one in readings.values())
+            total = sum(getattr(one, field) * one.element_count for one in readings.values())
             return total / elements if elements else None
 
         return cls(
@@ -73,12 +73,12 @@ class SiteRow:
                 kind: readings[kind].amax if kind in readings and readings[kind].is_finite else None
                 for kind in _GRADIENT_KINDS
             },
-            zero=average("zero"),
-            subnormal=average("subnormal"),
+            zero=average("zero_share"),
+            subnormal=average("subnormal_share"),
             elements=elements,
             format=site.format.name if site.format else None,
-            overflows=site.overflows,
-            merged=site.merged,
+            overflows=site.overflow_count,
+            merged=site.merge_reason,
         )
 
 

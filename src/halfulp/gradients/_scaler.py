@@ -94,21 +94,21 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale=init_scale, enabled=enabled)
         self.last_step: LastStep | None = None
         # By a parameter's identity: the gradient that was divided since the last update.
-        self._divided: dict[int, weakref.ref[Tensor]] = {}
-        self._exponent: int | None = None
+        self._unscaled_gradients: dict[int, weakref.ref[Tensor]] = {}
+        self._tensor_exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = ExponentController(
             policy,
-            start=get_exponent_of_power_of_two_scale("init_scale", init_scale),
+            init_exponent=get_exponent_of_power_of_two_scale("init_scale", init_scale),
             format=format,
             rounding=rounding,
             interval=interval,
             floor=floor,
             ceiling=ceiling,
         )
-        self._detach: list[Callable[[], None]] = []
+        self._detach_functions: list[Callable[[], None]] = []
         if self._enabled:
             backward = self._controller.backward
             wide = float32_outputs if backward.policy.per_site or float32_outputs else False
@@ -117,7 +117,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                     prefix = str(i) if len(models) > 1 else ""
                     # A compiled forward pass does not tell who called it.
                     self._controller.processes.add_model(one)
-                    self._detach.append(attach_scaler(one, backward, wide=wide, prefix=prefix))
+                    self._detach_functions.append(attach_scaler(one, backward, wide=wide, prefix=prefix))
             except (TypeError, ValueError):
                 self.detach()
                 raise
@@ -145,7 +145,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         backward = self._controller.backward
         backward.deactivate_hooks_outside_backward()
-        if outputs.grad_fn is not None and not backward.second_order:
+        if outputs.grad_fn is not None and not backward.uses_one_scale:
             backward.refuse_tensors_from_inside_models(outputs.grad_fn)
         scaled = outputs * self._make_scale_tensor(outputs.device)
         if scaled.requires_grad:
@@ -171,7 +171,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         by_hand = (controller.losses or self._scale_was_read) and next(
             _list_parameters_with_gradients(optimizer), None
         ) is not None
-        if not (controller.backward.passes or by_hand):
+        if not (controller.backward.pass_count or by_hand):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
                 "scaler.update(): call scaler.scale(loss).backward(), or multiply gradients that you set by hand by "
@@ -182,7 +182,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         controller.backward.deactivate_hooks_outside_backward()
         self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
-        self._per_optimizer_states[id(optimizer)]["passes"] = controller.backward.passes
+        self._per_optimizer_states[id(optimizer)]["passes"] = controller.backward.pass_count
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -190,7 +190,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Unscale gradients as GradScaler does; refuse those that another optimizer's unscaling has divided already."""
         parameters = list(_list_parameters_with_gradients(optimizer))
         for parameter in parameters:
-            divided = self._divided.get(id(parameter))
+            divided = self._unscaled_gradients.get(id(parameter))
             if divided is not None and divided() is parameter.grad:
                 raise ValueError(
                     f"two optimizers share a parameter, of shape {list(parameter.shape)}, whose gradient was unscaled "
@@ -202,7 +202,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             held: Any = SimpleNamespace(param_groups=[{"params": alike}])
             for device, flag in super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16).items():
                 flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-        self._divided |= {id(one): weakref.ref(one.grad) for one in parameters if one.grad is not None}
+        self._unscaled_gradients |= {id(one): weakref.ref(one.grad) for one in parameters if one.grad is not None}
         return flags
 
     @break_graph_and_run_eagerly
@@ -223,7 +223,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.UNSCALED and state["passes"] != self._controller.backward.passes:
+        if state["stage"] is OptState.UNSCALED and state["passes"] != self._controller.backward.pass_count:
             raise ValueError(
                 "a scaled backward pass ran after unscale_(), so that gradients may still hold the scale, or be sums "
                 "of both: unscale and step after all backward passes of an iteration, call zero_grad() before the next "
@@ -232,7 +232,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             )
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        if self._controller.backward.passes:
+        if self._controller.backward.pass_count:
             self._controller.backward.warn_if_no_watched_forward_ran()
         flags = list(state["found_inf_per_device"].values())
         if not flags:
@@ -270,13 +270,13 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read_overflow_and_measurements(flags):
             self.last_step = self._controller.record_and_explain_skipped_step()
-        self._controller.update_exponents(by_hand=exponent)
+        self._controller.update_exponents(new_global_exponent=exponent)
         self._clear_iteration()
 
     def _clear_iteration(self) -> None:
         """Clear what is known of the gradients of an iteration."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._divided.clear()
+        self._unscaled_gradients.clear()
         self._scale_was_read = False
 
     def get_scale(self) -> float:
@@ -295,9 +295,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        if self._exponent != self._controller.sites.global_site.exponent:
+        if self._tensor_exponent != self._controller.sites.global_site.exponent:
             # A new tensor, as autograd may have saved the old one.
-            self._exponent = self._controller.sites.global_site.exponent
+            self._tensor_exponent = self._controller.sites.global_site.exponent
             self._scale = torch.full_like(self._scale, self._compute_global_scale())
         return self._scale.to(device, non_blocking=True)
 
@@ -327,7 +327,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             ValueError: there is no such site yet (sites are known from the first forward pass on), or an exponent is no
                 integer from floor to ceiling.
         """
-        self._controller.assign_exponents(exponents)
+        self._controller.replace_all_exponents(exponents)
         self._clear_iteration()
 
     def merge_into_global_site(self, *keys: str, reason: str = "by hand") -> None:
@@ -348,7 +348,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
         # Compiled graphs cannot lift exponents by the loss.
         loss_follower = self._controller.loss_follower
-        loss_follower.wanted = loss_follower.on = False
+        loss_follower.is_enabled = loss_follower.is_active = False
         return make_torch_compile_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
@@ -359,8 +359,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return {}
         state = {**super().state_dict(), "scale": self._compute_global_scale()}
         controller = self._controller
-        sites = convert_sites_to_plain_data(controller.sites, controller.loss_follower.resumes)
-        return {**state, "sites": sites, "progress": controller.progress}
+        sites = convert_sites_to_plain_data(controller.sites, controller.loss_follower.resume_iteration)
+        return {**state, "sites": sites, "progress": controller.progress_counters}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Refuse: a copy would belong to no model."""
@@ -383,7 +383,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_site_entries_by_key(state_dict)
-        module_names = {name for one in controller.backward.names for name, _ in one.list_modules()}
+        module_names = {name for one in controller.backward.name_caches for name, _ in one.list_modules()}
         module_names |= {"model", "", GLOBAL_SITE_KEY}
         check_saved_sites_match(given, set(controller.sites), module_names)
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
@@ -393,9 +393,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""
-        for detach in self._detach:
+        for detach in self._detach_functions:
             detach()
-        self._detach.clear()
+        self._detach_functions.clear()
         self._enabled = False
 
 

@@ -30,9 +30,9 @@ class GradientReading:
     # Of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
     amax: float
     # Shares of elements that a narrow format stores as zero, and as subnormals; 0 of a wide one.
-    zero: float
-    subnormal: float
-    elements: int
+    zero_share: float
+    subnormal_share: float
+    element_count: int
     # What stores them; None where that is as wide as float32.
     format: Format | None
 
@@ -43,14 +43,14 @@ class GradientReading:
 
     def merge_reading(self, other: GradientReading) -> GradientReading:
         """Return the measurement of both tensors together."""
-        total = self.elements + other.elements
-        mine, theirs = self.elements / total, other.elements / total
+        total = self.element_count + other.element_count
+        mine, theirs = self.element_count / total, other.element_count / total
         return GradientReading(
             # max() would drop a NaN that comes second.
             amax=max(self.amax, other.amax) if self.is_finite and other.is_finite else math.inf,
-            zero=mine * self.zero + theirs * other.zero,
-            subnormal=mine * self.subnormal + theirs * other.subnormal,
-            elements=total,
+            zero_share=mine * self.zero_share + theirs * other.zero_share,
+            subnormal_share=mine * self.subnormal_share + theirs * other.subnormal_share,
+            element_count=total,
             format=self.format or other.format,
         )
 
@@ -60,16 +60,16 @@ class OverflowMemory:
     """Remembers the lowest exponent at which a site lately overflowed, and the iteration at which it is forgotten."""
 
     exponent: int | None = None
-    until: int = 0
+    until_iteration: int = 0
 
-    def note_overflow(self, exponent: int, until: int) -> None:
+    def note_overflow(self, exponent: int, until_iteration: int) -> None:
         """Remember an overflow at an exponent."""
         self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
-        self.until = until
+        self.until_iteration = until_iteration
 
     def recall_overflow_exponent(self, iteration: int) -> int | None:
         """Return the remembered exponent, or None once the overflow is too old."""
-        if iteration >= self.until:
+        if iteration >= self.until_iteration:
             self.exponent = None
         return self.exponent
 
@@ -81,24 +81,24 @@ class Site:
         # Qualified name of the module, operator where it is no layer, and call index: stable from step to step.
         self.key = key
         # Why it follows the global exponent for good; None where it does not.
-        self.merged: str | None = None
+        self.merge_reason: str | None = None
         # By kind: "received" (the gradient that arrives), "passed" (what its product passes on), "weight".
         self.readings: dict[str, GradientReading] = {}
         # What a policy made of each product's operands in this iteration: the least exponent without underflow and the
         # largest one without overflow, which wins.
-        self.proposals: list[tuple[int, int]] = []
+        self.proposed_bounds: list[tuple[int, int]] = []
         # Largest magnitudes by kind, of the latest measurements, in units of 2^history_unit_exponent.
-        self.history: deque[dict[str, float]] = deque(maxlen=AMAX_HISTORY_LENGTH)
+        self.amax_history: deque[dict[str, float]] = deque(maxlen=AMAX_HISTORY_LENGTH)
         # The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         self.format: Format | None = None
-        self.measured: bool = False
-        self.overflows: int = 0
-        self.memory = OverflowMemory()
+        self.is_measured: bool = False
+        self.overflow_count: int = 0
+        self.memory: OverflowMemory = OverflowMemory()
         # The narrow format that its product computes in, whatever its operands were cast from; None if wide.
-        self.stored: Format | None = None
+        self.product_format: Format | None = None
         # Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'
         # exponents are meant, which move with it from pass to pass (`LossGradientFollower`); None if it is not known.
-        self.loss_binade: int | None = None
+        self.reference_binade: int | None = None
         # None of the global site itself.
         self.global_site = global_site
         self._exponent = exponent
@@ -106,7 +106,7 @@ class Site:
     @property
     def exponent(self) -> int:
         """The exponent: the gradient is stored as 2^exponent times the true one."""
-        return self.global_site._exponent if self.merged and self.global_site else self._exponent
+        return self.global_site._exponent if self.merge_reason and self.global_site else self._exponent
 
     @exponent.setter
     def exponent(self, value: int) -> None:
@@ -115,22 +115,22 @@ class Site:
     @property
     def follows_global(self) -> bool:
         """Whether its exponent is the global one."""
-        return self.global_site is None or self.merged is not None
+        return self.global_site is None or self.merge_reason is not None
 
     @property
     def history_unit_exponent(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
-        return 0 if self.global_site is None or self.merged is not None else self.global_site.loss_binade or 0
+        return 0 if self.global_site is None or self.follows_global else self.global_site.reference_binade or 0
 
     def store_readings(self, readings: dict[str, GradientReading]) -> None:
         """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
         self.readings = readings
-        self.measured = True
+        self.is_measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
         narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.is_finite}
         entry = {kind: math.ldexp(amax, -self.history_unit_exponent) for kind, amax in narrow.items()}
         if entry:
-            self.history.append(entry)
+            self.amax_history.append(entry)
 
     def __repr__(self) -> str:
         return f"Site({self.key!r}, exponent={self.exponent})"
@@ -142,10 +142,10 @@ class Sites(dict[str, Site]):
     def __init__(self, exponent: int, uniform: bool = False) -> None:
         self.global_site: Site = Site(GLOBAL_SITE_KEY, None, exponent)
         super().__init__({GLOBAL_SITE_KEY: self.global_site})
-        self.start = exponent
+        self.start_exponent = exponent
         # The least exponent of a site that was measured, or overflowed; None where none was.
-        self.lowest: int | None = None
-        self._uniform = uniform
+        self.lowest_exponent: int | None = None
+        self._is_uniform = uniform
 
     def get_or_create_site(self, key: str) -> Site:
         """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
@@ -153,22 +153,22 @@ class Sites(dict[str, Site]):
         if site is None:
             place, _, call = key.rpartition("#")
             before = f"{place}#{int(call) - 1}" if call.isdecimal() and call != "1" else place
-            first = self.start if self.lowest is None else self.lowest
+            first = self.start_exponent if self.lowest_exponent is None else self.lowest_exponent
             if call.isdecimal() and before in self:
                 first = self[before]._exponent
             site = self[key] = Site(key, self.global_site, first)
-            site.merged = UNIFORM_SCALE_REASON if self._uniform else None
+            site.merge_reason = UNIFORM_SCALE_REASON if self._is_uniform else None
         return site
 
     def set_reference_binade(self, binade: int | None) -> None:
         """Set the binade of the loss gradients for which exponents are meant; None leaves exponents as they are."""
-        before, self.global_site.loss_binade = self.global_site.loss_binade, binade
+        before, self.global_site.reference_binade = self.global_site.reference_binade, binade
         if before == binade:
             return
         for site in (site for site in self.values() if not site.follows_global):
             if before is None or binade is None:
                 factor = (before or 0) - (binade or 0)
-                for entry in site.history:
+                for entry in site.amax_history:
                     entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
                 continue
             site.exponent += before - binade
@@ -177,11 +177,11 @@ class Sites(dict[str, Site]):
             for reading in site.readings.values():
                 reading.amax = math.ldexp(reading.amax, binade - before)
 
-    def note_lowest_exponent(self) -> None:
+    def update_lowest_exponent(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
         fallen = [site for site in self.values() if site.memory.exponent is not None and not site.follows_global]
         measured = [site for site in self.values() if site.format is not None]
-        self.lowest = min((site.exponent for site in measured + fallen), default=None)
+        self.lowest_exponent = min((site.exponent for site in measured + fallen), default=None)
 
     def merge_into_global_site(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
@@ -190,7 +190,7 @@ class Sites(dict[str, Site]):
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self)}")
         for key in keys:
-            self.get_or_create_site(key).merged = reason
+            self.get_or_create_site(key).merge_reason = reason
 
 
 def get_exponent_of_power_of_two_scale(field: str, scale: float) -> int:
@@ -222,17 +222,18 @@ class PendingMeasurements:
 
     def __init__(self) -> None:
         # Each with its site, kind, narrow format, count of elements, and statistics.
-        self.unread: list[tuple[Site, str, Format | None, int, Tensor]] = []
+        self.unread_statistics: list[tuple[Site, str, Format | None, int, Tensor]] = []
 
     def measure_gradient_on_device(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
         """Measure a gradient that is stored at the site's exponent."""
         if gradient.numel():
             stored = format or find_narrow_format(gradient.dtype)
-            self.unread.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
+            statistics = _measure_amax_and_underflow(gradient, stored)
+            self.unread_statistics.append((site, kind, stored, gradient.numel(), statistics))
 
     def read_flags_and_measurements(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
-        rows, self.unread = self.unread, []
+        rows, self.unread_statistics = self.unread_statistics, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = copy_to_host([*lines, *(row[-1] for row in rows)])
         found = []
@@ -252,25 +253,25 @@ def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, 
 
 
 def restore_amax_lost_in_moves(
-    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift: int = 0
+    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift_exponent: int = 0
 ) -> set[Site]:
     """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
 
-    ``lift``: how far sites were above their exponents, from the global one (`LossGradientFollower`).
+    ``lift_exponent``: how far sites were above their exponents, from the global one (`LossGradientFollower`).
     """
     found = set()
-    for source, target in edges:
-        arrived = readings.get(source, {}).get("received")
-        passed = readings.get(target, {}).get("passed")
+    for receiver, sender in edges:
+        arrived = readings.get(receiver, {}).get("received")
+        passed = readings.get(sender, {}).get("passed")
         if arrived is not None and arrived.amax == 0 and passed is not None and passed.is_finite and passed.amax:
-            power = lift * (target.follows_global - source.follows_global)
-            readings[source]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, power))
-            found.add(source)
+            power = lift_exponent * (sender.follows_global - receiver.follows_global)
+            readings[receiver]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, power))
+            found.add(receiver)
     return found
 
 
 @torch.no_grad()
-def _compute_statistics(gradient: Tensor, stored: Format | None) -> Tensor:
+def _measure_amax_and_underflow(gradient: Tensor, stored: Format | None) -> Tensor:
     """Return [amax, count of zeros, count of subnormals] on the device; counts are 0 for a wide gradient."""
     gradient = get_local_values(gradient)
     if stored is None:
@@ -306,7 +307,7 @@ def copy_to_host(rows: list[Tensor]) -> list[Any]:
 _KERNEL_ALIGNMENT_BYTES = 64
 
 
-def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
+def multiply_by_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
     """Return the gradient times 2^exponent, with the strides that it had."""
     if not exponent:
         return gradient
@@ -366,7 +367,7 @@ def copy_keeping_strides(tensor: Tensor) -> Tensor:
 
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
-_FLOAT32_BIAS, _LARGEST_FLOAT32_EXPONENT = 127, 126
+_FLOAT32_BIAS, _MAX_SYMMETRIC_FLOAT32_EXPONENT = 127, 126
 
 
 class LossGradientFollower:
@@ -381,109 +382,109 @@ class LossGradientFollower:
     an accelerator: there the lift is a tensor.
     """
 
-    def __init__(self, sites: Sites, wanted: bool) -> None:
+    def __init__(self, sites: Sites, is_enabled: bool) -> None:
         self._sites = sites
         self._global_site = sites.global_site
         # Whether exponents follow losses at all, and whether they do so now; else the lift is 0.
-        self.wanted = self.on = wanted
+        self.is_enabled = self.is_active = is_enabled
         # floor(log2 max |g(output)|) of this iteration's passes; NaN where that is 0 or not finite.
-        self.binades: list[float | Tensor] = []
+        self.loss_gradient_binades: list[float | Tensor] = []
         # The finite ones of this iteration, once they are on the host.
-        self.read_binades: list[int] = []
+        self.host_binades: list[int] = []
         # The iteration from which exponents follow losses.
-        self.resumes = 0
+        self.resume_iteration = 0
         # Whether a pass of this iteration reached more than one output, of which the first may mislead.
         self.has_several_outputs = False
         # That of the pass that runs, a tensor on an accelerator; 0 until an output was reached.
-        self.lift: int | Tensor = 0
+        self.lift_exponent: int | Tensor = 0
         self._is_lift_found = False
-        self._reached_outputs = 0
+        self._reached_output_count = 0
         self._factors: dict[tuple, Tensor] = {}
 
     def reset_lift_for_backward_pass(self, measuring: bool) -> None:
         """Begin a backward pass with its lift unknown; ``measuring``: read binades at its end."""
-        self.lift = 0
-        self._is_lift_found = not measuring and self._global_site.loss_binade is None
+        self.lift_exponent = 0
+        self._is_lift_found = not measuring and self._global_site.reference_binade is None
         if not self._is_lift_found:
             below = (site.exponent - self._global_site.exponent for site in self._sites.values())
-            self._largest_lift = _LARGEST_FLOAT32_EXPONENT - max(map(abs, below))
-        self._reached_outputs = 0
+            self._largest_lift = _MAX_SYMMETRIC_FLOAT32_EXPONENT - max(map(abs, below))
+        self._reached_output_count = 0
         self._factors.clear()
 
     def begin_iteration(self, iteration: int) -> None:
         """Begin an iteration: decide whether exponents follow the loss in it."""
-        self.on = self.wanted and iteration >= self.resumes
+        self.is_active = self.is_enabled and iteration >= self.resume_iteration
         self.has_several_outputs = False
 
     @property
     def lift_of_measured_iteration(self) -> int:
         """The lift of the measured iteration, from the binades that were read."""
-        binade = self._global_site.loss_binade
-        return binade - max(self.read_binades) if self.read_binades and binade is not None and self.on else 0
+        binade = self._global_site.reference_binade
+        return binade - max(self.host_binades) if self.host_binades and binade is not None and self.is_active else 0
 
     def update_reference_binade(self, narrow: bool, floor: int, ceiling: int) -> None:
         """Make this iteration's largest loss gradient the reference, as far as exponents allow."""
-        known = self._global_site.loss_binade
-        if not (self.read_binades and self.wanted and (narrow or known is not None)):
+        known = self._global_site.reference_binade
+        if not (self.host_binades and self.is_enabled and (narrow or known is not None)):
             return
-        largest = max(self.read_binades)
+        largest = max(self.host_binades)
         if known is None:
             self._sites.set_reference_binade(largest)
-        elif self.on or largest > known:
+        elif self.is_active or largest > known:
             own = [site.exponent for site in self._sites.values() if not site.follows_global]
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
             self._sites.set_reference_binade(known + max(least, min(most, largest - known)))
 
-    def rescale_gradient_between_sites(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
-        """Return a gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.multiply_by_power_and_lift(gradient, *self.find_move_exponent_and_lift_sign(source, target))
+    def rescale_gradient_between_sites(self, gradient: Tensor, receiver: Site, sender: Site) -> Tensor:
+        """Return a gradient stored at ``sender``'s exponent, multiplied to ``receiver``'s; strides are kept."""
+        return self.multiply_by_power_and_lift(gradient, *self.find_move_exponent_and_lift_sign(receiver, sender))
 
-    def find_move_exponent_and_lift_sign(self, source: Site, target: Site) -> tuple[int, int]:
-        """Return the power of two from ``target`` to ``source``, and how often the lift counts: 1, 0 or -1."""
-        sign = target.follows_global - source.follows_global if self.wanted else 0
-        return source.exponent - target.exponent, sign
+    def find_move_exponent_and_lift_sign(self, receiver: Site, sender: Site) -> tuple[int, int]:
+        """Return the power of two from ``sender`` to ``receiver``, and how often the lift counts: 1, 0 or -1."""
+        sign = sender.follows_global - receiver.follows_global if self.is_enabled else 0
+        return receiver.exponent - sender.exponent, sign
 
     def multiply_by_power_and_lift(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """Return a gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
-            self._reached_outputs += 1
-            self.has_several_outputs = self.has_several_outputs or self._reached_outputs > 1
-        if not sign or not self.on:
-            return multiply_by_power(gradient, exponent)
+            self._reached_output_count += 1
+            self.has_several_outputs = self.has_several_outputs or self._reached_output_count > 1
+        if not sign or not self.is_active:
+            return multiply_by_power_of_two(gradient, exponent)
         if not self._is_lift_found:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
-            self.lift, self._is_lift_found = self._find_lift(gradient) if sign > 0 else 0, True
-        if isinstance(self.lift, int):
-            return multiply_by_power(gradient, exponent + sign * self.lift)
+            self.lift_exponent, self._is_lift_found = self._find_lift_exponent(gradient) if sign > 0 else 0, True
+        if isinstance(self.lift_exponent, int):
+            return multiply_by_power_of_two(gradient, exponent + sign * self.lift_exponent)
         key = exponent, sign, gradient.device
         if key not in self._factors:
             # 2^(exponent + sign lift) as a float32 tensor, made exactly from its bits.
-            bits = (exponent + sign * self.lift + _FLOAT32_BIAS) << 23
+            bits = (exponent + sign * self.lift_exponent + _FLOAT32_BIAS) << 23
             self._factors[key] = bits.view(torch.float32).to(gradient.device, non_blocking=True)
         factor = self._factors[key]
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
         return restore_strides((wide * factor).to(gradient.dtype), gradient)
 
-    def _find_lift(self, gradient: Tensor) -> int | Tensor:
+    def _find_lift_exponent(self, gradient: Tensor) -> int | Tensor:
         """Return the lift for a gradient that enters the model at the global exponent."""
         values = get_local_values(gradient)
         if not values.numel():
             return 0
         low, high = torch.aminmax(values)
         largest = torch.maximum(-low, high).float()
-        reference = self._global_site.loss_binade
+        reference = self._global_site.reference_binade
         if is_on_host(largest):
             size = float(largest)
             if not 0 < size < math.inf:
-                self.binades.append(math.nan)
+                self.loss_gradient_binades.append(math.nan)
                 return 0
             here = math.frexp(size)[1] - 1 - self._global_site.exponent
-            self.binades.append(here)
+            self.loss_gradient_binades.append(here)
             return 0 if reference is None else max(-self._largest_lift, min(self._largest_lift, reference - here))
         known = torch.isfinite(largest) & (largest > 0)
         binade = torch.frexp(largest).exponent - 1 - self._global_site.exponent
-        self.binades.append(torch.where(known, binade.float(), math.nan))
+        self.loss_gradient_binades.append(torch.where(known, binade.float(), math.nan))
         if reference is None:
             return 0
         return torch.where(known, reference - binade, 0).clamp(-self._largest_lift, self._largest_lift).int()

@@ -21,7 +21,7 @@ from ._site import (
 )
 
 
-def convert_sites_to_plain_data(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
+def convert_sites_to_plain_data(sites: Sites, resume_iteration: int) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Return exponents and histories as plain data: pairs of a site's key and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
@@ -29,17 +29,17 @@ def convert_sites_to_plain_data(sites: Sites, resumes: int) -> tuple[tuple[str, 
     found: dict[str, dict[str, Any]] = {
         site.key: {
             "exponent": site._exponent,
-            "merged": site.merged,
-            "measured": site.measured,
+            "merged": site.merge_reason,
+            "measured": site.is_measured,
             "narrow": site.format is not None,
-            "overflows": site.overflows,
-            "memory": [site.memory.exponent, site.memory.until],
-            "history": [dict(entry) for entry in site.history],
+            "overflows": site.overflow_count,
+            "memory": [site.memory.exponent, site.memory.until_iteration],
+            "history": [dict(entry) for entry in site.amax_history],
         }
         for site in sites.values()
     }
     # Processes have exponents of their own, and any may write this entry: what they are meant for belongs in it, too.
-    found[GLOBAL_SITE_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
+    found[GLOBAL_SITE_KEY]["reference"] = [sites.global_site.reference_binade, resume_iteration]
     return tuple(found.items())
 
 
@@ -129,17 +129,17 @@ def _is_key_of_module(key: str, modules: set[str]) -> bool:
     return key in modules or (is_operator and place in modules) or place == "backward"
 
 
-def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
-    """Load every site of a state; ``narrow`` is the format of those that have one."""
+def load_sites(given: dict[str, Any], sites: Sites, narrow_format: Format) -> None:
+    """Load every site of a state; ``narrow_format`` is the format of those that have one."""
     for key, values in given.items():
         site: Site = sites.global_site if key == GLOBAL_SITE_KEY else sites.get_or_create_site(key)
         site.exponent = values["exponent"]
         # Whether one scale serves all sites comes from the current policy, not from the file.
-        if site.merged != UNIFORM_SCALE_REASON:
-            site.merged = None if values["merged"] == UNIFORM_SCALE_REASON else values["merged"]
-        site.measured = values["measured"]
-        site.format = narrow if values["narrow"] else None
-        site.overflows = values["overflows"]
+        if site.merge_reason != UNIFORM_SCALE_REASON:
+            site.merge_reason = None if values["merged"] == UNIFORM_SCALE_REASON else values["merged"]
+        site.is_measured = values["measured"]
+        site.format = narrow_format if values["narrow"] else None
+        site.overflow_count = values["overflows"]
         site.memory = OverflowMemory(*values["memory"])
-        site.history.clear()
-        site.history.extend(dict(entry) for entry in values["history"])
+        site.amax_history.clear()
+        site.amax_history.extend(dict(entry) for entry in values["history"])

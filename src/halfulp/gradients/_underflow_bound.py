@@ -31,9 +31,9 @@ class OperandStats:
     std: float
     amax: float
     # Least magnitude of the elements that are not zero; 0 where there is none.
-    smallest: float
+    smallest_nonzero: float
     # False if an element is NaN or infinite; mean and std mean nothing then.
-    finite: bool
+    is_finite: bool
 
     @classmethod
     def measure(cls, x: Tensor) -> OperandStats:
@@ -43,7 +43,7 @@ class OperandStats:
         squares of no finite tensor overflow or vanish.
 
         >>> OperandStats.measure(torch.tensor([0.0, -4.0, 1.0, 3.0]))
-        OperandStats(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
+        OperandStats(mean=0.0, std=2.549..., amax=4.0, smallest_nonzero=1.0, is_finite=True)
         """
         x = widen_to_float32(x)
         if not x.numel():
@@ -115,7 +115,7 @@ def bound_log_scale(
     >>> bound_log_scale(g, w, 512, u_min=6e-8, u_max=65504.0).log2_alpha
     1.581...
     """
-    if not (gradient.finite and (weight is None or weight.finite)):
+    if not (gradient.is_finite and (weight is None or weight.is_finite)):
         return _NAN_LOG_SCALE_BOUNDS
     if weight is None:
         log_sigma, log_largest = _compute_log2(gradient.std), _compute_log2(gradient.amax)
@@ -132,7 +132,7 @@ def bound_log_scale(
     return LogScaleBounds(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
-def floor_rounded_log2(log2_alpha: float) -> int:
+def floor_log2_with_tolerance(log2_alpha: float) -> int:
     """Return floor(log2 alpha), of a log2 alpha that may lie a rounding short of a whole number."""
     # Logarithms may leave an exact power of two a rounding short of its exponent.
     return math.floor(log2_alpha + _LOG2_ROUNDING_ERROR)
@@ -179,14 +179,14 @@ class OperandStatisticsPolicy(Policy):
             return None
         lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
         # Up for what must be reached, down for what must not be passed.
-        least = site.exponent - floor_rounded_log2(-lower)
-        return least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_rounded_log2(upper)
+        least = site.exponent - floor_log2_with_tolerance(-lower)
+        return least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_log2_with_tolerance(upper)
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
-        if not site.proposals:
+        if not site.proposed_bounds:
             return None
-        return min(max(least for least, _ in site.proposals), min(most for _, most in site.proposals))
+        return min(max(least for least, _ in site.proposed_bounds), min(most for _, most in site.proposed_bounds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,12 +260,13 @@ class AbsRange(OperandStatisticsPolicy):
     def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds that the class describes."""
         gradient, weight = OperandStats.measure(operands.gradient), OperandStats.measure(operands.weight)
-        if not (gradient.finite and weight.finite):
+        if not (gradient.is_finite and weight.is_finite):
             return [_NAN_LOG_SCALE_BOUNDS]
         if not (gradient.amax and weight.amax):
             return [UNLIMITED_LOG_SCALE_BOUNDS]
         log_fan = math.log2(operands.fan)
-        least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT_OF_MINIMA))
+        minima = math.log2(gradient.smallest_nonzero) + math.log2(weight.smallest_nonzero)
+        least = max(minima, math.log2(PAPER_LEAST_PRODUCT_OF_MINIMA))
         largest = math.log2(gradient.amax) + math.log2(weight.amax)
         u_min, u_max = format.smallest_subnormal, format.max
         return [LogScaleBounds(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))]

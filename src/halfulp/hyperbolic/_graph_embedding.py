@@ -123,12 +123,12 @@ class RankingSets:
         self.nodes: int = nodes
         self.others: int = others
         self.batch: int = batch
-        self._barred = torch.eye(nodes, dtype=torch.bool, device="cpu")
-        self._barred[edges[:, 0], edges[:, 1]] = True
-        full = self._barred[edges[:, 0].unique()].all(1)
+        self._excluded_pairs = torch.eye(nodes, dtype=torch.bool, device="cpu")
+        self._excluded_pairs[edges[:, 0], edges[:, 1]] = True
+        full = self._excluded_pairs[edges[:, 0].unique()].all(1)
         if full.any():
             raise ValueError(f"{int(full.sum())} sources have edges to all other nodes: nothing to rank them against")
-        self._popular = torch.bincount(edges[:, 1], minlength=nodes).double() ** 0.75
+        self._popularity_weights = torch.bincount(edges[:, 1], minlength=nodes).double() ** 0.75
 
     def epoch(self, generator: torch.Generator, popular: bool = False) -> Iterator[Tensor]:
         """Yield batches of sets to rank, one set for every edge, in shuffled order.
@@ -148,7 +148,7 @@ class RankingSets:
         tries = min(10 * self.others if popular else int(1.5 * self.others) + 8, 32_000)
         shape = len(edges), tries
         if popular:
-            ends = self._popular.cumsum(0)
+            ends = self._popularity_weights.cumsum(0)
             marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
             candidates = torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
         else:
@@ -157,7 +157,7 @@ class RankingSets:
         columns = torch.arange(tries, dtype=torch.int16, device="cpu").expand(shape)
         seen = torch.full((len(edges), self.nodes), 32_767, dtype=torch.int16, device="cpu")
         is_first = seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns
-        good = ~self._barred[sources.unsqueeze(1), candidates] & is_first
+        good = ~self._excluded_pairs[sources.unsqueeze(1), candidates] & is_first
         rank = good.cumsum(1)
         found = rank[:, -1]
         good &= rank <= self.others
@@ -174,7 +174,7 @@ class RankingSets:
         """Return a row's valid candidates, repeated until there are enough."""
         found = good.sum(1, keepdim=True)
         for row in (found == 0).nonzero()[:, 0].tolist():
-            pool = (~self._barred[sources[row]]).nonzero().flatten()
+            pool = (~self._excluded_pairs[sources[row]]).nonzero().flatten()
             order = torch.randperm(len(pool), generator=generator, dtype=torch.int64, device="cpu")
             pool = pool[order[: candidates.shape[1]]]
             candidates[row, : len(pool)], good[row, : len(pool)], found[row] = pool, True, len(pool)
@@ -184,7 +184,7 @@ class RankingSets:
         return in_front.gather(1, torch.where(place < found, place, again.long()))
 
 
-_SOURCES_AT_ONCE = 128
+_MOST_SOURCES_RANKED_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def evaluate_reconstruction(points: Tensor, edges: Tensor, manifold: Manifold | 
     wanted = edges.new_zeros(count, count, dtype=torch.bool)
     wanted[edges[:, 0], edges[:, 1]] = True
     precision, ranks = 0.0, 0.0
-    for rows in sources.split(_SOURCES_AT_ONCE):
+    for rows in sources.split(_MOST_SOURCES_RANKED_AT_ONCE):
         distance = space.distance(points[rows].unsqueeze(1), points.unsqueeze(0), dtype=torch.float64)
         distance.scatter_(1, rows.unsqueeze(1), torch.inf)
         ordered, order = distance.sort(1)

@@ -30,12 +30,12 @@ def _round_all_to_plain(dtype: torch.dtype | None, *values: Tensor) -> tuple[Ten
     return values if dtype is None else tuple(round_to_plain(x, dtype) for x in values)
 
 
-def match_component_count(x: Tensor, other: Tensor) -> Tensor:
+def round_unless_other_is_mctensor(x: Tensor, other: Tensor) -> Tensor:
     """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
     return x if isinstance(other, MCTensor) else round_to_plain(x)
 
 
-def find_direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
+def compute_unit_vector_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the direction and the length along the last dimension; where the length is 0, so is the direction."""
     # The largest magnitude is taken out first, so that no square leaves the range.
     size = round_to_plain(x).detach().abs().amax(-1, keepdim=True)
@@ -57,7 +57,7 @@ def compute_tanh_of_half_and_complement(length: Tensor) -> tuple[Tensor, Tensor]
 
 def apply_rotation_from_start_to_end(vector: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
-    middle, _ = find_direction_and_length(start + end)
+    middle, _ = compute_unit_vector_and_length(start + end)
     return (
         vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)
     )
@@ -104,12 +104,12 @@ class Manifold(abc.ABC):
             Distances (...); infinite from about the logarithm of the dtype's largest number on (12 in float16, 90 in
             bfloat16 and float32, 711 in float64), and 0 below about the root of its smallest.
         """
-        a = self._compute_squared_half_sinh(u, v, dtype)
+        a = self._compute_squared_sinh_of_half_distance(u, v, dtype)
         near = a == 0
         return torch.where(near, torch.zeros_like(a), 2 * torch.where(near, torch.ones_like(a), a).sqrt().asinh())
 
     @abc.abstractmethod
-    def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def _compute_squared_sinh_of_half_distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return sinh^2(d / 2)."""
 
     @abc.abstractmethod
@@ -140,12 +140,12 @@ class Manifold(abc.ABC):
 
     def gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
-        size = self.inverse_conformal_factor(match_component_count(point, gradient))
+        size = self.inverse_conformal_factor(round_unless_other_is_mctensor(point, gradient))
         return size * (size * gradient)
 
     def norm(self, point: Tensor, vector: Tensor) -> Tensor:
         """Return the length of a vector at a point; (..., 1)."""
-        size = self.inverse_conformal_factor(match_component_count(point, vector))
+        size = self.inverse_conformal_factor(round_unless_other_is_mctensor(point, vector))
         length: Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
@@ -193,8 +193,10 @@ class PoincareBall(Manifold):
     name: ClassVar[str] = "ball"
     condition: ClassVar[str] = "a length below 1"
 
-    def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
-        difference, a, b = _round_all_to_plain(dtype, u - v, compute_margin_to_rim(u), compute_margin_to_rim(v))
+    def _compute_squared_sinh_of_half_distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
+        difference, a, b = _round_all_to_plain(
+            dtype, u - v, compute_one_minus_squared_norm(u), compute_one_minus_squared_norm(v)
+        )
         ratio = difference / (a.sqrt() * b.sqrt())
         return (ratio * ratio).sum(-1)
 
@@ -204,17 +206,19 @@ class PoincareBall(Manifold):
         It is the Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where m = 1 - |p|^2,
         s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
-        m = compute_margin_to_rim(point)
-        place = match_component_count(point, step)
-        direction, t, radius, inwards, both = self._compute_geodesic_terms(place, match_component_count(m, step), step)
+        m = compute_one_minus_squared_norm(point)
+        place = round_unless_other_is_mctensor(point, step)
+        direction, t, radius, inwards, both = self._compute_geodesic_terms(
+            place, round_unless_other_is_mctensor(m, step), step
+        )
         n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
 
     def _compute_geodesic_terms(self, place: Tensor, gap: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
-        direction, length = find_direction_and_length(step)
+        direction, length = compute_unit_vector_and_length(step)
         t, rest = compute_tanh_of_half_and_complement(2 * (length / gap))
-        along, radius = find_direction_and_length(place)
+        along, radius = compute_unit_vector_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
 
@@ -224,19 +228,23 @@ class PoincareBall(Manifold):
         The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
         direction from the point to its rounded end would turn vectors at small steps.
         """
-        point = match_component_count(point, vector)
-        m = compute_margin_to_rim(point)
-        place = match_component_count(point, step)
-        before, t, radius, inwards, both = self._compute_geodesic_terms(place, match_component_count(m, step), step)
+        point = round_unless_other_is_mctensor(point, vector)
+        m = compute_one_minus_squared_norm(point)
+        place = round_unless_other_is_mctensor(point, step)
+        before, t, radius, inwards, both = self._compute_geodesic_terms(
+            place, round_unless_other_is_mctensor(m, step), step
+        )
         x = t * radius
-        after, _ = find_direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
+        after, _ = compute_unit_vector_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
         return (
-            compute_margin_to_rim(self.exp(point, step)) / m * apply_rotation_from_start_to_end(vector, before, after)
+            compute_one_minus_squared_norm(self.exp(point, step))
+            / m
+            * apply_rotation_from_start_to_end(vector, before, after)
         )
 
     def inverse_conformal_factor(self, point: Tensor) -> Tensor:
         """Return (1 - |p|^2) / 2."""
-        return compute_margin_to_rim(point) / 2
+        return compute_one_minus_squared_norm(point) / 2
 
     def project(self, point: Tensor) -> Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
@@ -244,25 +252,25 @@ class PoincareBall(Manifold):
         room = 4 * 2.0 ** -(
             arithmetic.PRECISION_BY_DTYPE[point.dtype] * count
         )  # neighbours just below 1, with all components
-        outside = round_to_plain(compute_margin_to_rim(point)).detach() < 2 * room
+        outside = round_to_plain(compute_one_minus_squared_norm(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
-        direction, _ = find_direction_and_length(round_to_plain(point))
+        direction, _ = compute_unit_vector_and_length(round_to_plain(point))
         return torch.where(outside, direction * (1 - 2 * room), point)
 
     def _find_points_outside(self, point: Tensor) -> Tensor:
-        return ~(round_to_plain(compute_margin_to_rim(point)[..., 0]) > 0)
+        return ~(round_to_plain(compute_one_minus_squared_norm(point)[..., 0]) > 0)
 
 
-def compute_margin_to_rim(point: Tensor) -> Tensor:
+def compute_one_minus_squared_norm(point: Tensor) -> Tensor:
     """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
-    rounded_once: Callable[..., Tensor] = _RimMarginFunction.apply
+    rounded_once: Callable[..., Tensor] = _OneMinusSquaredNorm.apply
     return rounded_once(point)
 
 
-class _RimMarginFunction(torch.autograd.Function):
+class _OneMinusSquaredNorm(torch.autograd.Function):
     """1 - |p|^2 of plain coordinates, by squares of two components each, with its derivative."""
 
     @staticmethod
@@ -303,7 +311,7 @@ class HalfSpace(Manifold):
     condition: ClassVar[str] = "a last coordinate above 0"
     least: ClassVar[int] = 2
 
-    def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def _compute_squared_sinh_of_half_distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
         difference, a, b = _round_all_to_plain(dtype, u - v, u[..., -1:], v[..., -1:])
         # Two roots instead of one of the product: heights of 1e-28 have none in float32.
         ratio = difference / (2 * (a.sqrt() * b.sqrt()))
@@ -324,7 +332,7 @@ class HalfSpace(Manifold):
 
     def _compute_geodesic_terms(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
-        direction, length = find_direction_and_length(step / match_component_count(y, step))
+        direction, length = compute_unit_vector_and_length(step / round_unless_other_is_mctensor(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
         t, rest = compute_tanh_of_half_and_complement(length)
         flat = (h * h).sum(-1, keepdim=True)
@@ -338,7 +346,7 @@ class HalfSpace(Manifold):
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
         _, _, factor, direction, t, rest, n = self._compute_geodesic_terms(
-            match_component_count(point[..., -1:], vector), step
+            round_unless_other_is_mctensor(point[..., -1:], vector), step
         )
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)

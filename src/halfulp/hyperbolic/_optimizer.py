@@ -44,7 +44,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         group = self.param_groups[-1]
         space = manifold(group["manifold"])
         group["manifold"] = space.name
-        _check_range("lr", float(group["lr"]))
+        _check_hyperparameter_range("lr", float(group["lr"]))
         for parameter in group["params"]:
             space.check(parameter)
 
@@ -76,8 +76,8 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
                     self._step_parameter(group, parameter, parameter.grad)
         return loss
 
-    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, given: Tensor) -> None:
-        rows, gradient = _find_rows_with_gradient(given)
+    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, euclidean_gradient: Tensor) -> None:
+        rows, gradient = _find_rows_with_gradient(euclidean_gradient)
         if not torch.isfinite(gradient).all():
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is not finite: no point was moved; "
@@ -112,10 +112,10 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
             self.state[parameter][name][rows] = value
 
 
-def _check_range(name: str, value: float, is_share: bool = False) -> None:
+def _check_hyperparameter_range(name: str, value: float, must_be_below_one: bool = False) -> None:
     """Raise unless 0 <= value, and value < 1 of a share."""
-    if not value >= 0 or (is_share and value >= 1):
-        allowed = "it lies in [0, 1)" if is_share else "it is at least 0"
+    if not value >= 0 or (must_be_below_one and value >= 1):
+        allowed = "it lies in [0, 1)" if must_be_below_one else "it is at least 0"
         raise ValueError(f"{name}={value} is not allowed: {allowed}")
 
 
@@ -158,7 +158,7 @@ class RiemannianSGD(RiemannianOptimizer):
     def __init__(
         self, params: ParamsT, lr: float | Tensor, manifold: str | Manifold = "half-space", momentum: float = 0.0
     ) -> None:
-        _check_range("momentum", momentum, is_share=True)
+        _check_hyperparameter_range("momentum", momentum, must_be_below_one=True)
         super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum})
 
     def _move_points(
@@ -210,8 +210,8 @@ class RiemannianAdam(RiemannianOptimizer):
         eps: float = 1e-8,
     ) -> None:
         for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            _check_range(name, beta, is_share=True)
-        _check_range("eps", eps)
+            _check_hyperparameter_range(name, beta, must_be_below_one=True)
+        _check_hyperparameter_range("eps", eps)
         defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps}
         super().__init__(params, defaults)
 

@@ -63,10 +63,16 @@ class EMAModel:
         for name, value in (("decay", decay), ("min_decay", min_decay)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value}: give a number from 0 to 1")
-        self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
-        self.use_ema_warmup, self.inv_gamma, self.power = use_ema_warmup, inv_gamma, power
-        self.model, self.model_cls, self.model_config = model, model_cls, model_config
-        self.ema = EMA(model, self.get_decay, optimizer=optimizer, **options)
+        self.decay: float = decay
+        self.min_decay: float = min_decay
+        self.update_after_step: int = update_after_step
+        self.use_ema_warmup: bool = use_ema_warmup
+        self.inv_gamma: float = inv_gamma
+        self.power: float = power
+        self.model: torch.nn.Module = model
+        self.model_cls: Any = model_cls
+        self.model_config: Any = model_config
+        self.ema: EMA = EMA(model, self.get_decay, optimizer=optimizer, **options)
         self._applied: contextlib.AbstractContextManager | None = None
         self._is_stored = False
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,8 +27,12 @@ from ..recipes._contract import Contract
 from ..recipes._convert import read_recipe_of_model
 
 _LIGHTNING_PACKAGE_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
-_lightning_package: Any = importlib.import_module(_LIGHTNING_PACKAGE_NAME)
-_precision_plugins: Any = importlib.import_module(f"{_LIGHTNING_PACKAGE_NAME}.plugins.precision")
+if TYPE_CHECKING:
+    import lightning.pytorch as _lightning_package
+    import lightning.pytorch.plugins.precision as _precision_plugins
+else:
+    _lightning_package = importlib.import_module(_LIGHTNING_PACKAGE_NAME)
+    _precision_plugins = importlib.import_module(f"{_LIGHTNING_PACKAGE_NAME}.plugins.precision")
 
 
 class Recipe(_precision_plugins.Precision):
@@ -49,9 +53,9 @@ class Recipe(_precision_plugins.Precision):
     """
 
     def __init__(self, recipe: str | _Recipe, **options: Any) -> None:
-        self.recipe = get(recipe) if isinstance(recipe, str) else recipe
-        self.options = options
-        self.precision = self.recipe.name
+        self.recipe: _Recipe = get(recipe) if isinstance(recipe, str) else recipe
+        self.options: dict[str, Any] = options
+        self.precision: str = self.recipe.name
         if self.recipe.gradient_format is not None:
             raise ValueError(
                 f"recipe {self.recipe.name!r} scales gradients: use AdaptiveMixed(...) for a scaler under autocast, or "
@@ -142,7 +146,8 @@ class Precision(_lightning_package.Callback):
         """Put the trained weights back."""
         self._switch_schedule_free_mode(trainer, True)
 
-    on_test_start, on_test_end = on_validation_start, on_validation_end
+    on_test_start: Any = on_validation_start
+    on_test_end: Any = on_validation_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the trained weights back."""

@@ -10,7 +10,7 @@ from .. import _needs_torch
 from ._canary import (
     KernelMismatchError,
     check_bits,
-    compute_float32_root,
+    compute_float32_square_root,
     disable_callers_modes,
     require_float64,
     require_same_bits_as_cpu,
@@ -46,7 +46,6 @@ from ._trace import (
     Trace,
     Traced,
     Value,
-    compile_out_of_line,
     exponent,
     gather,
     is_computed_in_float64,
@@ -55,12 +54,13 @@ from ._trace import (
     power_of_two_below,
     product_error,
     record_function,
+    record_out_of_line,
     round_to_float32,
     round_to_integer,
-    scale_by_power,
+    scale_by_power_of_two,
     square_root,
 )
-from .vector._loop import BROADCAST_COPIES, ShortcutTrace, compile_trace
+from .vector._loop import BROADCAST_COPIES, FastPathTrace, compile_trace
 from .vector._machine_function import compute_source_digest, get_array_address
 from .vector._processor import find_vector_bits
 from .vector._reductions import BLOCK_ROWS, LANES_OF_NARROW_MATRIX, ReductionSteps, compile_reduction

@@ -21,7 +21,7 @@ class KernelMismatchError(RuntimeError):
 
 
 # The kernels that were compared in this process.
-_compared_kernels: set[Hashable] = set()
+_verified_kernel_keys: set[Hashable] = set()
 
 
 def check_bits(
@@ -31,7 +31,7 @@ def check_bits(
 
     A kernel with a key is compared once in a process, one without at every call.
     """
-    if key in _compared_kernels:
+    if key in _verified_kernel_keys:
         return
     with disable_callers_modes():
         for position, (found, wanted) in enumerate(zip(fast(), reference(), strict=True)):
@@ -42,7 +42,7 @@ def check_bits(
                     f"HALFULP_ENGINE=reference and report it; {ENV_HINT}"
                 )
     if key is not None:
-        _compared_kernels.add(key)
+        _verified_kernel_keys.add(key)
 
 
 @contextlib.contextmanager
@@ -114,23 +114,23 @@ def to_float64(x: torch.Tensor) -> torch.Tensor:
     return x.double() if has_float64(x.device) else x.cpu().double()
 
 
-def compute_float32_root(x: torch.Tensor) -> torch.Tensor:
+def compute_float32_square_root(x: torch.Tensor) -> torch.Tensor:
     """Return the correctly rounded square root of float32 numbers, on their device.
 
     torch's own is 1 ulp off for a sixth of all float32 inputs on the CPU; through float64 it is exact.
 
-    >>> compute_float32_root(torch.tensor([2.0, 4.0]))
+    >>> compute_float32_square_root(torch.tensor([2.0, 4.0]))
     tensor([1.4142, 2.0000])
     """
     return to_float64(x).sqrt().float().to(x.device)
 
 
 def require_same_bits_as_cpu(
-    device: torch.device, what: str, key: Hashable, run: Callable[[torch.device], list[torch.Tensor]], otherwise: str
+    device: torch.device, what: str, key: Hashable, run: Callable[[torch.device], list[torch.Tensor]], remedy: str
 ) -> None:
     """Refuse a device whose plain torch operations give other bits than the CPU's, or none; each key is tried once.
 
-    `run` computes `what` of fixed elements on a device and returns the results on the CPU; `otherwise` is the remedy.
+    `run` computes `what` of fixed elements on a device and returns the results on the CPU; `remedy` says what to do.
     """
     if device.type in ("cpu", "meta") or (device.type == "cuda" and not torch.version.hip):
         return  # known to give the reference's bits
@@ -139,7 +139,7 @@ def require_same_bits_as_cpu(
         with disable_callers_modes():
             _refusal_by_device_and_key[device, key] = _explain_unusable_device(device, run)
     if reason := _refusal_by_device_and_key[device, key]:
-        raise NotImplementedError(f"{what} on {device.type}: {reason}. {otherwise}; {ENV_HINT}")
+        raise NotImplementedError(f"{what} on {device.type}: {reason}. {remedy}; {ENV_HINT}")
 
 
 def _explain_unusable_device(device: torch.device, run: Callable[[torch.device], list[torch.Tensor]]) -> str:

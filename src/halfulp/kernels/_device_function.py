@@ -18,69 +18,74 @@ from ._trace import RecordedFunction, Trace, Traced
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
 CHUNK_FIELD_COUNT = 4
 # Bytes, those of the widest vector: what streams begins at multiples of it.
-STREAMING_STORE_ALIGNMENT = 64
+STREAMING_STORE_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class PointerTableFunction:
     """A traced device function with the layout of the table of pointers that it reads and writes."""
 
-    trace: Trace  # what is computed per element, of inputs ("constant", k) and those of `RANDOM_STREAM_INPUTS`
-    columns: int  # of the table of pointers
-    constants: int = 0  # numbers per row, of 32 or 64 bits as the inputs are
-    # (low and high half of a row's key, global index) -> an element's `RANDOM_STREAM_INPUTS`, if it draws
-    stream_start: RecordedFunction | None = None
-    counter_step: int = 0  # by which the counters of neighbours differ
-    block: int | None = None  # elements of a block, if there are any
-    partial: bool = False  # whether a chunk's last block may be incomplete; then no array has an element per block
-    is_far_memory: bool = False  # whether arrays lie in no cache: lines even of a few are asked for, further ahead
+    trace: Trace  # what is computed per element, of inputs ("constant", k) and those of `RANDOM_STREAM_INPUT_NAMES`
+    column_count: int  # of the table of pointers
+    constant_count: int = 0  # numbers per row, of 32 or 64 bits as the inputs are
+    # (low and high half of a row's key, global index) -> an element's `RANDOM_STREAM_INPUT_NAMES`, if it draws
+    random_stream_function: RecordedFunction | None = None
+    random_counter_step: int = 0  # by which the counters of neighbours differ
+    block_size: int | None = None  # elements of a block, if there are any
+    has_partial_blocks: bool = False  # whether a chunk's last block may be shorter; then no array has one per block
+    exceeds_caches: bool = False  # whether arrays lie in no cache: lines even of a few are asked for, further ahead
     # Whether what is stored goes past the caches, which then need not read its old contents first. Arrays begin at
-    # multiples of `STREAMING_STORE_ALIGNMENT` bytes, and none is read and stored.
-    is_streaming: bool = False
+    # multiples of `STREAMING_STORE_ALIGNMENT_BYTES`, and none is read and stored.
+    uses_nontemporal_stores: bool = False
     # Whether the kernel is so long that the compiler's time counts more than the kernel's.
-    is_compiled_quickly: bool = False
+    skips_compiler_optimization: bool = False
 
     @property
     def sum_column_count(self) -> int:
         """Columns of the sums of chunks."""
         return max(CHUNK_FIELD_COUNT, len(self.trace.sums))
 
-    def make_key(self) -> str:
+    def make_cache_key(self) -> str:
         """Return a key of the instructions, which omits the processor and the sources of `kernels`."""
-        start = self.stream_start and (self.stream_start.trace.digest(), self.stream_start.results)
-        rest = {name: value for name, value in vars(self).items() if name not in ("trace", "stream_start")}
-        return repr((self.trace.digest(), sorted(self.trace.rare_masks), start, rest))
+        start = self.random_stream_function
+        stream = start and (start.trace.digest(), start.results)
+        rest = {name: value for name, value in vars(self).items() if name not in ("trace", "random_stream_function")}
+        return repr((self.trace.digest(), sorted(self.trace.rare_masks), stream, rest))
 
 
-def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:
+def bind_free_variables(function: Callable, values: Mapping[str, object]) -> Callable:
     """Return a device function in which free names, and those of functions that it calls, have the given values.
 
     >>> def scaled(x):
     ...     return x * FACTOR
-    >>> bind_names(scaled, {"FACTOR": 3})(2)
+    >>> bind_free_variables(scaled, {"FACTOR": 3})(2)
     6
     """
-    return _bind_function(function, names, {})
+    return _copy_with_free_variables(function, values, {})
 
 
-def _bind_function(function: Callable, names: Mapping[str, object], made: dict[Callable, Callable]) -> Callable:
-    if function not in made:
+def _copy_with_free_variables(
+    function: Callable, values: Mapping[str, object], copy_by_function: dict[Callable, Callable]
+) -> Callable:
+    if function not in copy_by_function:
         assert isinstance(function, types.FunctionType)
         namespace = dict(function.__globals__)
         cells = tuple(types.CellType() for _ in function.__code__.co_freevars)
         copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells)
         copy.__kwdefaults__ = function.__kwdefaults__
-        made[function] = copy
+        copy_by_function[function] = copy
         for name in function.__code__.co_names:
-            value = names.get(name, namespace.get(name))
+            value = values.get(name, namespace.get(name))
             if _is_device_function(value):
-                namespace[name] = _bind_function(value, names, made)
-            elif name in names:
+                namespace[name] = _copy_with_free_variables(value, values, copy_by_function)
+            elif name in values:
                 namespace[name] = value
         for name, cell, held in zip(function.__code__.co_freevars, cells, function.__closure__ or ()):
-            value = names.get(name, held.cell_contents)
-            cell.cell_contents = _bind_function(value, names, made) if _is_device_function(value) else value
-    return made[function]
+            value = values.get(name, held.cell_contents)
+            cell.cell_contents = (
+                _copy_with_free_variables(value, values, copy_by_function) if _is_device_function(value) else value
+            )
+    return copy_by_function[function]
 
 
 def _is_device_function(value: object) -> TypeGuard[types.FunctionType]:
@@ -111,27 +116,27 @@ def call_users_function(function: Callable, *arguments: Any) -> Any:
 
 
 # Inputs of whoever draws: what the start of a stream of random words gives.
-RANDOM_STREAM_INPUTS = (("counter", 0), ("own", 0))
+RANDOM_STREAM_INPUT_NAMES = (("counter", 0), ("own", 0))
 
 
-class ElementRecording:
+class ElementTraceBuilder:
     """The trace of one element of a table of pointers, and the values that a device function takes."""
 
-    def __init__(self, columns: int, constants: int = 0, kind: str = "f32") -> None:
+    def __init__(self, column_count: int, constant_count: int = 0, constant_kind: str = "f32") -> None:
         self.trace = Trace(torch.float32)
         emit = self.trace.emit
         self.index = emit("index", (), None, "index")
-        self.arrays = [emit("address", (), j, "address") for j in range(columns)]
-        self.constants = [emit("input", (), ("constant", k), kind) for k in range(constants)]
+        self.arrays = [emit("address", (), j, "address") for j in range(column_count)]
+        self.constants = [emit("input", (), ("constant", k), constant_kind) for k in range(constant_count)]
 
-    def add_scale_block_index(self) -> Traced:
+    def emit_block_index(self) -> Traced:
         """Return the index of the element's block."""
         return self.trace.emit("block", (), None, "block")
 
     @property
-    def stream_inputs(self) -> tuple[Traced, Traced]:
+    def random_stream_inputs(self) -> tuple[Traced, Traced]:
         """Return the element's counter in its stream of random words, and the stream's own word."""
-        counter, own = (self.trace.emit("input", (), name, "w32") for name in RANDOM_STREAM_INPUTS)
+        counter, own = (self.trace.emit("input", (), name, "w32") for name in RANDOM_STREAM_INPUT_NAMES)
         return counter, own
 
     def add_input(self, name: str, kind: str = "f32") -> Traced:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from .._messages import ENV_HINT, find_user_stack_level
-from .vector._processor import check_feature_signs, explain_unsupported_machine
+from .vector._processor import check_cpu_feature_signs, explain_unsupported_machine
 
 ENGINES = ("auto", "llvm", "triton", "reference")
 _UNKNOWN_ENGINE_MESSAGE = (
@@ -82,13 +82,13 @@ def use_reference_in_thread() -> Iterator[None]:
 
 def select_engine(device: str) -> str:
     """Return the engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference"."""
-    name, reason = choose_engine_and_reason(device)
+    name, reason = choose_engine_and_fallback_reason(device)
     if reason:
         warn_once_of_fallback("engine", reason)
     return name
 
 
-def choose_engine_and_reason(device: str) -> tuple[str, str]:
+def choose_engine_and_fallback_reason(device: str) -> tuple[str, str]:
     """Return `select_engine`'s engine, and, unsaid, why it is not the fast one; "" where it is or there is no other."""
     wish = _find_wanted_engine()
     if wish not in ENGINES:
@@ -97,7 +97,7 @@ def choose_engine_and_reason(device: str) -> tuple[str, str]:
         return _choose_triton_or_reference(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    check_feature_signs()
+    check_cpu_feature_signs()
     if why := _explain_missing_package("llvmlite") or explain_unsupported_machine():
         if wish == "llvm":
             raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENV_HINT}")
@@ -106,7 +106,7 @@ def choose_engine_and_reason(device: str) -> tuple[str, str]:
 
 
 # Every small operator asks, and os.environ raises and catches an error for a variable that is not set: 2 us.
-_environment_data = getattr(os.environ, "_data", None)
+_raw_environment = getattr(os.environ, "_data", None)
 _engine_variable_key = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
 
 
@@ -114,7 +114,7 @@ def _find_wanted_engine() -> str:
     """Return the engine that was asked for: in this thread, in this process, or in the environment."""
     if getattr(_thread_settings, "reference", False):
         return "reference"
-    is_set = _requested_engine == "auto" and (_environment_data is None or _engine_variable_key in _environment_data)
+    is_set = _requested_engine == "auto" and (_raw_environment is None or _engine_variable_key in _raw_environment)
     return os.environ.get("HALFULP_ENGINE", "auto") if is_set else _requested_engine
 
 

@@ -64,7 +64,7 @@ class IndexMap:
         """Return the local tensor as consecutive runs, int64 (runs, 3): local and global start, length."""
         if self.numel == 0:
             return np.empty((0, 3), np.int64)
-        inner, length = self._find_run_length()
+        inner, length = self._find_outer_dims_and_run_length()
         strides = [prod(self.global_shape[d + 1 :]) for d in range(len(self.shape))]
         start = np.array(sum(o * s for o, s in zip(self.offset, strides)), np.int64)
         for d in range(inner):
@@ -74,7 +74,7 @@ class IndexMap:
         local = np.arange(start.size, dtype=np.int64) * length
         return np.stack([local, start, np.full(start.size, length, np.int64)], 1)
 
-    def _find_run_length(self) -> tuple[int, int]:
+    def _find_outer_dims_and_run_length(self) -> tuple[int, int]:
         """Return how many leading dimensions to iterate over, and the length of each consecutive run behind them."""
         length = 1
         for d in reversed(range(len(self.shape))):
@@ -89,7 +89,7 @@ class IndexMap:
 CHUNK_ELEMENTS = 16_384
 
 
-def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
+def cut_into_chunks(index_map: IndexMap, tensor_row: int) -> np.ndarray:
     """Cut a tensor's runs at the global indices that are multiples of CHUNK_ELEMENTS.
 
     A block whose length divides CHUNK_ELEMENTS is thus never cut but by the shard itself, and no piece crosses a
@@ -100,7 +100,7 @@ def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     for local, start, length in index_map.list_contiguous_runs():
         first = min(length, CHUNK_ELEMENTS - start % CHUNK_ELEMENTS)
         cuts = np.concatenate([[0], np.arange(first, length, CHUNK_ELEMENTS, dtype=np.int64), [length]])
-        places = np.full(len(cuts) - 1, tensor, np.int64)
+        places = np.full(len(cuts) - 1, tensor_row, np.int64)
         rows.append(np.stack([places, local + cuts[:-1], np.diff(cuts), start + cuts[:-1]], 1))
     return np.concatenate(rows).astype(np.int64)
 

@@ -21,8 +21,8 @@ from ._threads import keeping_subnormals
 from ._trace import Trace
 
 _DTYPE_BY_KIND = {"f32": torch.float32, "f64": torch.float64, "w32": torch.int32, "w64": torch.int64}
-_DTYPE_BY_BITS = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-_LEAST_WORD_BY_KIND = {"w32": -(1 << 31), "w64": -(1 << 63)}
+_STORAGE_DTYPE_BY_BITS = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_LEAST_SIGNED_WORD_BY_KIND = {"w32": -(1 << 31), "w64": -(1 << 63)}
 _UNSIGNED_COMPARISONS = ("word_lt", "word_gt", "word_le", "word_ge")
 _TORCH_OPERATOR_BY_OPERATION: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_},
@@ -33,7 +33,7 @@ _TORCH_OPERATOR_BY_OPERATION: dict[str, Callable[..., Any]] = {
 }
 
 
-def _multiply_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _multiply_packed_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     high = (a.to(torch.int64) >> 16 & 0xFFFF) * (b.to(torch.int64) >> 16 & 0xFFFF) & 0xFFFF0000
     return (high | (a & 0xFFFF).to(torch.int64) * (b & 0xFFFF) >> 16).to(torch.int32)
 
@@ -50,7 +50,7 @@ _TENSOR_FUNCTION_BY_OPERATION: dict[str, Callable[..., torch.Tensor]] = {
     "to_real": lambda x: x.to(torch.float32),
     "div": torch.div,
     "multiply_add": lambda a, b, c: a * b + c,
-    "word_mulh16": _multiply_high16,
+    "word_mulh16": _multiply_packed_high16,
 }
 
 
@@ -72,9 +72,9 @@ def run_trace_on_tensors(
     given = dict(inputs or {})
     arrays = dict(enumerate(arrays)) if isinstance(arrays, Sequence) else arrays
     plan = _plan_execution(trace, tuple(results))
-    elements = [arrays[plan.columns[address]] for address in plan.element_addresses]
+    elements = [arrays[plan.column_by_line[address]] for address in plan.per_element_address_lines]
     like = next(x for x in [*elements, *given.values()] if isinstance(x, torch.Tensor))
-    held = {k: arrays[column] for k, column in plan.columns.items() if column in arrays}
+    held = {k: arrays[column] for k, column in plan.column_by_line.items() if column in arrays}
     run = _TraceInterpreter(trace, held, given, like, block)
     values = run.run_instructions(plan)
     for (address, bits, per_block), number in trace.stores.items():
@@ -88,9 +88,9 @@ def run_trace_on_tensors(
 class _ExecutionPlan(NamedTuple):
     """The order in which a trace runs, which is the same for all tensors."""
 
-    columns: dict[int, int]  # of the addresses, by instruction
-    element_addresses: tuple[int, ...]  # of arrays with a value per element
-    constant_values: dict[int, float]  # by instruction
+    column_by_line: dict[int, int]  # of the addresses, by instruction
+    per_element_address_lines: tuple[int, ...]  # of arrays with a value per element
+    constant_by_line: dict[int, float]  # by instruction
     # The other instructions that are needed: number, operands, and the values that nothing needs afterwards.
     steps: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
 
@@ -123,20 +123,20 @@ class _TraceInterpreter:
     trace: Trace
     arrays: Mapping[int, torch.Tensor]  # by the instruction of their address
     inputs: Mapping[Any, Any]  # by name
-    like_tensor: torch.Tensor  # one with a value per element
+    per_element_tensor: torch.Tensor  # one with a value per element
     block: int | None
-    is_called: bool = False  # by another trace, whose values are laid out already
+    is_called_by_trace: bool = False  # by another trace, whose values are laid out already
 
     def __post_init__(self) -> None:
-        self.device, self.count = self.like_tensor.device, self.like_tensor.numel()
-        self.mixes = not has_float64(self.device)  # float64 then lies on the CPU
-        blocks = -(-self.count // self.block) if self.block else 0
-        self.shape = (blocks, self.block) if self.block else (self.count,)
-        self.written = {address for address, *_ in self.trace.stores}
+        self.device, self.element_count = self.per_element_tensor.device, self.per_element_tensor.numel()
+        self.keeps_float64_on_cpu = not has_float64(self.device)  # float64 then lies on the CPU
+        blocks = -(-self.element_count // self.block) if self.block else 0
+        self.shape = (blocks, self.block) if self.block else (self.element_count,)
+        self.stored_addresses = {address for address, *_ in self.trace.stores}
 
     def run_instructions(self, plan: _ExecutionPlan) -> dict[int, Any]:
         """Return the values that are results, stored or summed up."""
-        values: dict[int, Any] = dict(plan.constant_values)
+        values: dict[int, Any] = dict(plan.constant_by_line)
         trace = self.trace
         for number, operands, dead in plan.steps:
             operation, _, extra = trace.lines[number]
@@ -159,7 +159,7 @@ class _TraceInterpreter:
         if operation == "part":
             return given[0][extra]
         kinds = [self.trace.kinds[k] for k in operands]
-        if self.mixes and any(isinstance(x, torch.Tensor) and x.device != self.device for x in given):
+        if self.keeps_float64_on_cpu and any(isinstance(x, torch.Tensor) and x.device != self.device for x in given):
             given = [x.cpu() if isinstance(x, torch.Tensor) else x for x in given]
         if operation == "call":
             return self.run_called_trace(extra, [self.to_tensor(x, one) for x, one in zip(given, kinds)])
@@ -168,7 +168,7 @@ class _TraceInterpreter:
         if operation in _TENSOR_FUNCTION_BY_OPERATION:
             return _TENSOR_FUNCTION_BY_OPERATION[operation](*given)
         if operation in _UNSIGNED_COMPARISONS:
-            given = [x ^ _LEAST_WORD_BY_KIND[kinds[0]] for x in given]
+            given = [x ^ _LEAST_SIGNED_WORD_BY_KIND[kinds[0]] for x in given]
         name = operation.removeprefix("word_").removeprefix("mask_")
         if name in _TORCH_OPERATOR_BY_OPERATION:
             return _TORCH_OPERATOR_BY_OPERATION[name](*given)
@@ -182,42 +182,42 @@ class _TraceInterpreter:
             condition, a, b = given
             return torch.where(condition, a if isinstance(b, torch.Tensor) else self.to_tensor(a, kind), b)
         if operation == "word_shr":
-            return _shift_right(given[0], given[1], 32 if kind == "w32" else 64)
+            return _shift_right_logical(given[0], given[1], 32 if kind == "w32" else 64)
         if operation == "to_word":
             word = given[0].to(torch.int32)
             return word if kind == "w32" else word.to(torch.int64) & 0xFFFFFFFF
         if operation == "gather":
             return _trace.gather(self.trace.tables[extra], given[0])
         assert operation == "block_largest", f"an operation that tensors lack: {operation}"
-        return (given[0] ^ _LEAST_WORD_BY_KIND[kind]).amax(1, keepdim=True) ^ _LEAST_WORD_BY_KIND[kind]
+        return (given[0] ^ _LEAST_SIGNED_WORD_BY_KIND[kind]).amax(1, keepdim=True) ^ _LEAST_SIGNED_WORD_BY_KIND[kind]
 
     def to_tensor(self, x: Any, kind: str) -> torch.Tensor:
         """Return a value as a tensor, of no dimension for a number."""
         if isinstance(x, torch.Tensor):
             return x
         # Filled in, not copied from the CPU, for which an accelerator would be waited for.
-        device = torch.device("cpu") if kind == "f64" and self.mixes else self.device
+        device = torch.device("cpu") if kind == "f64" and self.keeps_float64_on_cpu else self.device
         return torch.full((), x, dtype=_DTYPE_BY_KIND[kind], device=device)
 
     def lay_out_blocks(self, x: Any, per_block: bool = False) -> Any:
         """Return a tensor with its blocks as rows, the last one filled up with zeros; without blocks it is one row."""
-        if self.is_called or not isinstance(x, torch.Tensor):
+        if self.is_called_by_trace or not isinstance(x, torch.Tensor):
             return x
         if not self.block:
             return x.reshape(-1)
         if per_block:
             return x.reshape(-1, 1)
-        padding = prod(self.shape) - self.count
+        padding = prod(self.shape) - self.element_count
         flat = torch.nn.functional.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
         return flat.reshape(self.shape)
 
     def load_words(self, address: int, bits: int, per_block: bool) -> torch.Tensor:
         """Return the words of an array's elements."""
-        codes = self.arrays[address].detach().view(_DTYPE_BY_BITS[bits])
+        codes = self.arrays[address].detach().view(_STORAGE_DTYPE_BY_BITS[bits])
         codes = torch.stack((codes & 15, codes >> 4), -1) if bits == 4 else codes
         words = self.lay_out_blocks(codes, per_block)
         if bits >= 32:
-            return words.clone() if address in self.written else words
+            return words.clone() if address in self.stored_addresses else words
         words = words.to(torch.int32)
         return words & 0xFFFF if bits == 16 else words
 
@@ -227,12 +227,12 @@ class _TraceInterpreter:
         if per_block:
             words = words.expand(self.shape)[:, 0] if words.dim() else words.expand(array.numel())
         else:
-            words = words.expand(self.shape).reshape(-1)[: self.count]
+            words = words.expand(self.shape).reshape(-1)[: self.element_count]
         if bits <= 8:
             words = words & ((1 << bits) - 1)
         if bits == 4:
             words = words[::2] | words[1::2] << 4
-        array.detach().view(_DTYPE_BY_BITS[bits]).copy_(words.reshape(array.shape))
+        array.detach().view(_STORAGE_DTYPE_BY_BITS[bits]).copy_(words.reshape(array.shape))
 
     def add_to_counters(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
         """Add each element's word to its counter; row r of the counters takes the r-th equal part of the elements."""
@@ -243,12 +243,12 @@ class _TraceInterpreter:
 
     def restore_shape(self, value: Any, kind: str) -> torch.Tensor:
         """Return a result in the shape of the tensors."""
-        flat = self.to_tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
-        return flat.reshape(self.like_tensor.shape)
+        flat = self.to_tensor(value, kind).expand(self.shape).reshape(-1)[: self.element_count]
+        return flat.reshape(self.per_element_tensor.shape)
 
     def compute_totals(self, values: Mapping[int, Any]) -> list[float]:
         """Return the sums, counts and largest values that the trace gathers, as floats."""
-        found, widest = [], torch.float32 if self.mixes else torch.float64
+        found, widest = [], torch.float32 if self.keeps_float64_on_cpu else torch.float64
         for how, number in self.trace.sums:
             every = self.restore_shape(values[number], self.trace.kinds[number])
             if how == "max":
@@ -263,7 +263,9 @@ class _TraceInterpreter:
     def run_called_trace(self, number: int, given: list[torch.Tensor]) -> list[Any]:
         """Return the results of a device function that the trace calls."""
         piece = self.trace.functions[number]
-        inner = _TraceInterpreter(piece.trace, {}, dict(enumerate(given)), self.like_tensor, self.block, is_called=True)
+        inner = _TraceInterpreter(
+            piece.trace, {}, dict(enumerate(given)), self.per_element_tensor, self.block, is_called_by_trace=True
+        )
         values = inner.run_instructions(_plan_execution(piece.trace, piece.results))
         return [values[k] for k in piece.results]
 
@@ -278,7 +280,7 @@ def to_signed_integer(word: int, width: int) -> int:
     return ((word & (2 * half - 1)) ^ half) - half
 
 
-def _shift_right(x: Any, n: Any, width: int) -> Any:
+def _shift_right_logical(x: Any, n: Any, width: int) -> Any:
     """x >> n of a word, zeros coming in."""
     if isinstance(n, int):
         return torch.bitwise_right_shift(x, n) & ((1 << width - n) - 1) if n else x

@@ -31,21 +31,25 @@ def _find_trace(*values: Any) -> Trace:
     )
 
 
-def _make_word_operation(operation: str, of_numbers: Callable[..., Any] | None = None) -> Callable[[Word, Word], Word]:
+def _make_word_operation(
+    operation: str, numpy_function: Callable[..., Any] | None = None
+) -> Callable[[Word, Word], Word]:
     def run(a: Word, b: Word) -> Word:
-        if of_numbers and isinstance(a, np.unsignedinteger) and isinstance(b, np.unsignedinteger):
-            return of_numbers(np.array([a]), np.array([b]))[0]  # arrays wrap around
+        if numpy_function and isinstance(a, np.unsignedinteger) and isinstance(b, np.unsignedinteger):
+            return numpy_function(np.array([a]), np.array([b]))[0]  # arrays wrap around
         return _find_trace(a, b).emit_binary(f"word_{operation}", a, b)
 
     return run
 
 
-def _make_conversion(operation: str, kind: str, of_number: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+def _make_conversion(
+    operation: str, kind: str, numpy_function: Callable[..., Any] | None = None
+) -> Callable[[Any], Any]:
     """Return a conversion to a kind, without its width where that is the operand's."""
 
     def run(x: Any) -> Any:
-        if of_number and isinstance(x, np.generic):
-            return of_number(x)
+        if numpy_function and isinstance(x, np.generic):
+            return numpy_function(x)
         trace = _find_trace(x)
         return trace.emit(operation, (x,), None, kind if kind[1:] else kind + x.kind[1:])
 
@@ -72,7 +76,7 @@ shl = _make_word_operation("shl", np.left_shift)
 shr = _make_word_operation("shr", np.right_shift)
 sar = _make_word_operation("sar")
 # Of each 16-bit half of two words the high 16 bits of their product.
-multiply_high16 = _make_word_operation("mulh16")
+multiply_packed_high16 = _make_word_operation("mulh16")
 # The bits of a real, the real with a word's bits, and halves of words of 64 bits.
 word = _make_conversion("bits", "w", lambda x: x.view(f"u{x.itemsize}"))
 real = _make_conversion("bits", "f", lambda x: x.view(f"f{x.itemsize}"))
@@ -88,9 +92,9 @@ load4, load8, load16, load32, load64 = map(_make_load, (4, 8, 16, 32, 64))
 store4, store8, store16, store32, store64 = map(_make_store, (4, 8, 16, 32, 64))
 
 
-def add_to_counter64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
+def add_to_counter64(address: Word, i: Word, w: Word, copy_stride: int = 0) -> None:
     """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.emit_counter_addition`."""
-    _find_trace(address).emit_counter_addition(address, i, w, apart)
+    _find_trace(address).emit_counter_addition(address, i, w, copy_stride)
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
@@ -109,14 +113,14 @@ def divide(a: np.float32, b: np.float32) -> np.float32:
         return a / b
 
 
-def _to_float32_number(x: Any) -> Any:
+def _python_number_to_float32(x: Any) -> Any:
     """Return a number of Python as a float32, and anything else as it is."""
     return np.float32(x) if type(x) in (int, float) else x
 
 
 def sqrt(a: np.float32) -> np.float32:
     """Return the square root, correctly rounded."""
-    a = _to_float32_number(a)
+    a = _python_number_to_float32(a)
     with np.errstate(all="ignore"):
         root: np.float32 = np.sqrt(a) if isinstance(a, np.generic) else square_root(a)
         return root
@@ -124,7 +128,7 @@ def sqrt(a: np.float32) -> np.float32:
 
 def floor(x: Any) -> Any:
     """Return a real rounded down to an integer; of tensors too."""
-    x = _to_float32_number(x)
+    x = _python_number_to_float32(x)
     if isinstance(x, Traced):
         return x.trace.emit("floor", (x,))
     return np.floor(x) if isinstance(x, np.generic) else x.floor()

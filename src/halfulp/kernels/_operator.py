@@ -17,20 +17,20 @@ _operator_library = torch.library.Library("halfulp", "DEF")
 
 
 def define_operator(
-    schema: str, implementation: Callable, fake: Callable, random: bool = False, host: bool = False
+    schema: str, implementation: Callable, fake: Callable, is_random: bool = False, depends_on_host: bool = False
 ) -> OpOverload:
     """Define `halfulp::<schema>` with one implementation for every device, and return its default overload.
 
-    `fake` is the same call on tensors without data. A `random` one draws from torch's default generator: no compiler
-    merges two calls or repeats one. What a `host` one does depends on what the host knows as it runs: no CUDA graph
-    replays it, nor a random one, whose draws begin on the host.
+    `fake` is the same call on tensors without data. Where it `is_random` it draws from torch's default generator: no
+    compiler merges two calls or repeats one. Where it `depends_on_host`, on what the host knows as it runs, no CUDA
+    graph replays it, nor a random one, whose draws begin on the host.
     """
     name = schema.split("(", 1)[0]
     tags = [torch.Tag.pt2_compliant_tag]
-    tags += [torch.Tag.nondeterministic_seeded] if random else []
-    if random or host:
+    tags += [torch.Tag.nondeterministic_seeded] if is_random else []
+    if is_random or depends_on_host:
         tags += [CUDAGRAPH_UNSAFE_TAG] if CUDAGRAPH_UNSAFE_TAG else []
-        implementation = implementation if CUDAGRAPH_UNSAFE_TAG else _refuse_cuda_graphs(name, implementation)
+        implementation = implementation if CUDAGRAPH_UNSAFE_TAG else _wrap_to_refuse_cuda_graphs(name, implementation)
     with suspend_imports_by_operator_lookup():
         _operator_library.define(schema, tags=tuple(tags))
     _operator_library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -38,7 +38,7 @@ def define_operator(
     return getattr(torch.ops.halfulp, name).default
 
 
-def _refuse_cuda_graphs(name: str, implementation: Callable) -> Callable:
+def _wrap_to_refuse_cuda_graphs(name: str, implementation: Callable) -> Callable:
     """Refuse to be captured into a CUDA graph, which would replay what the host decided at the capture."""
 
     def run(*arguments: Any) -> Any:
@@ -61,7 +61,7 @@ def is_under_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-_absent_names: set[str] = set()
+_absent_operator_names: set[str] = set()
 
 
 def find_operator_namespace(namespace: str) -> TorchOperators:
@@ -83,7 +83,7 @@ def list_present_operators(operators: Iterable[Any]) -> list[Any]:
 
 def list_absent_operators() -> list[str]:
     """Return the operators that were looked up by now and that the installed torch lacks."""
-    return sorted(_absent_names)
+    return sorted(_absent_operator_names)
 
 
 class TorchOperators:
@@ -92,8 +92,8 @@ class TorchOperators:
     Attributes, looked up once, are operators and overloads. What torch lacks cannot be called, and registries skip it.
     """
 
-    def __init__(self, name: str, held: Any) -> None:
-        self._name, self._torch_object = name, held
+    def __init__(self, name: str, torch_object: Any) -> None:
+        self._name, self._torch_object = name, torch_object
 
     def __getattr__(self, name: str) -> Any:
         found, is_namespace = getattr(self._torch_object, name, None), "::" not in self._name
@@ -104,7 +104,7 @@ class TorchOperators:
         if is_namespace:
             found = TorchOperators(f"{self._name}::{name}", found)
         elif found is None:
-            _absent_names.add(f"{self._name}.{name}")
+            _absent_operator_names.add(f"{self._name}.{name}")
             found = TorchOperators(f"{self._name}.{name}", None)
         vars(self)[name] = found
         return found
@@ -121,7 +121,7 @@ class TorchOperators:
     def overloads(self) -> list[str]:
         """Return the names of the overloads of an operator."""
         if self._torch_object is None:
-            _absent_names.add(self._name)
+            _absent_operator_names.add(self._name)
             return []
         return self._torch_object.overloads()
 

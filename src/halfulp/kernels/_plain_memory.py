@@ -34,7 +34,7 @@ def address(x: Tensor) -> int:
     """Return the address of a plain strided tensor's elements, or raise TypeError as `to_plain_memory`."""
     at = 0 if type(x).__name__ in _TRACED_CLASS_NAMES else x.data_ptr()
     if (at == 0 and x.numel()) or x.is_neg():
-        refuse_tensor_without_plain_memory(x, "a tensor")
+        raise_no_plain_memory(x, "a tensor")
     return at
 
 
@@ -88,7 +88,7 @@ def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return to_plain_memory(x.detach().as_subclass(Tensor), what)
     if not has_strided_values(x):
-        refuse_tensor_without_plain_memory(x, what)
+        raise_no_plain_memory(x, what)
     return x
 
 
@@ -132,10 +132,8 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def refuse_tensor_without_plain_memory(
-    x: Tensor, what: str, otherwise: str = "give a plain tensor of its values"
-) -> None:
-    """Raise TypeError, which says why a tensor has no plain memory and what to do; `otherwise` for unknown classes."""
+def raise_no_plain_memory(x: Tensor, what: str, remedy: str = "give a plain tensor of its values") -> None:
+    """Raise TypeError, which says why a tensor has no plain memory and what to do; `remedy` for unknown classes."""
     if x.layout is not torch.strided:
         kind, remedy = f"a {str(x.layout).removeprefix('torch.')} tensor", "give x.to_dense()"
     elif x.is_nested:
@@ -153,7 +151,7 @@ def refuse_tensor_without_plain_memory(
     elif x.is_neg():
         kind, remedy = "a view whose memory holds the values with the other sign", "give x.resolve_neg()"
     elif type(x) not in _PLAIN_CLASSES:
-        kind, remedy = f"{name_type(x)}, a tensor class whose numbers lie in other tensors", otherwise
+        kind, remedy = f"{name_type(x)}, a tensor class whose numbers lie in other tensors", remedy
     else:
         kind, remedy = "a tensor whose memory was freed", "call it where its storage is allocated"
     raise TypeError(f"{what} is {kind}: {remedy}")
@@ -163,7 +161,7 @@ _WORD_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: to
 # Odd 64-bit constants with about as many ones as zeros, as signed integers; the first is 2^64 / golden ratio (Knuth,
 # vol. 3, 6.4).
 _CHECKSUM_WEIGHT_STEP, _CHECKSUM_WEIGHT_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
-_MOST_WORDS_AT_ONCE = 2**22
+_MOST_CHECKSUM_WORDS_AT_ONCE = 2**22
 
 
 def compute_row_checksums(values: Tensor) -> Tensor:
@@ -175,7 +173,7 @@ def compute_row_checksums(values: Tensor) -> Tensor:
     tensor([ True, False])
     """
     rows = (values.detach() if values.dim() else values.detach()[None]).unsqueeze(-1).flatten(1)
-    parts = rows.split(max(1, _MOST_WORDS_AT_ONCE // max(1, rows.shape[1])))
+    parts = rows.split(max(1, _MOST_CHECKSUM_WORDS_AT_ONCE // max(1, rows.shape[1])))
     words = rows.shape[1] * (2 if rows.element_size() == 8 else 1)
     numbers = torch.arange(1, words + 1, dtype=torch.int64, device=rows.device)
     weights = (((numbers * _CHECKSUM_WEIGHT_STEP) ^ _CHECKSUM_WEIGHT_FACTOR) * _CHECKSUM_WEIGHT_FACTOR) | 1

@@ -54,12 +54,12 @@ def flushes_subnormals() -> bool:
 
 
 # Of a thread that keeps subnormal numbers meanwhile.
-_outer = threading.local()
+_saved_thread_settings = threading.local()
 
 
-def count_threads() -> int:
+def count_kernel_threads() -> int:
     """Return how many threads a kernel takes: as many as torch's operators, outside of `keeping_subnormals`."""
-    return getattr(_outer, "threads", None) or torch.get_num_threads()
+    return getattr(_saved_thread_settings, "threads", None) or torch.get_num_threads()
 
 
 class keeping_subnormals:
@@ -88,8 +88,8 @@ class keeping_subnormals:
         """Stop flushing."""
         self._flushed = flushes_subnormals()
         if self._flushed:
-            self._threads = getattr(_outer, "threads", None), torch.get_num_threads()
-            _outer.threads = count_threads()
+            self._threads = getattr(_saved_thread_settings, "threads", None), torch.get_num_threads()
+            _saved_thread_settings.threads = count_kernel_threads()
             torch.set_num_threads(1)
             torch.set_flush_denormal(False)
 
@@ -97,7 +97,7 @@ class keeping_subnormals:
         """Restore flushing if the thread flushed before."""
         if self._flushed:
             torch.set_flush_denormal(True)
-            _outer.threads, threads = self._threads
+            _saved_thread_settings.threads, threads = self._threads
             torch.set_num_threads(threads)
 
 
@@ -110,7 +110,7 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     `lengths`, an int64 array of shape (chunks,), are the elements of each chunk, by which threads get equal parts.
     """
     count = len(lengths)
-    threads = min(count_threads(), count)
+    threads = min(count_kernel_threads(), count)
     if threads == 1 or int(lengths.sum()) < MOST_SERIAL_ELEMENTS:
         kernel(0, count, *arguments)
         return
@@ -118,7 +118,7 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads, side="left")
     edges = [0, *(int(c) for c in cuts), count]
     pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    pool = _make_thread_pool(count_threads())
+    pool = _make_thread_pool(count_kernel_threads())
     futures: list[Future] = []
     try:
         for a, b in pieces[1:]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from ._canary import compute_float32_root, to_float64
+from ._canary import compute_float32_square_root, to_float64
 
 ArithmeticNetwork = TypeVar("ArithmeticNetwork", bound=Callable[..., list[Any]])
 
@@ -31,7 +31,7 @@ _KIND_BY_NUMPY_TYPE: dict[type, str] = {
     **{np.uint32: "w32", np.uint64: "w64", np.int64: "w64"},
 }
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
-ACCUMULATOR_COPIES = 4  # of counters that neighbours take turns at
+COUNTER_COPIES = 4  # of counters that neighbours take turns at
 _MOST_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
 
 
@@ -114,13 +114,13 @@ class Trace:
         """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
-    def emit_counter_addition(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
+    def emit_counter_addition(self, address: Traced, place: Traced, word: Traced, copy_stride: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
-        Where copies of the counters lie `apart`, ACCUMULATOR_COPIES in all, a writer may spread the elements over them,
-        since additions to one word wait for each other.
+        Where copies of the counters, COUNTER_COPIES in all, lie `copy_stride` apart, a writer may spread the elements
+        over them, since additions to one word wait for each other.
         """
-        self.counter_additions.append((address.number, place.number, word.number, apart))
+        self.counter_additions.append((address.number, place.number, word.number, copy_stride))
 
     def find_output_instructions(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
@@ -185,15 +185,17 @@ class RecordedFunction:
 
 
 @functools.cache
-def _record_called_function(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> RecordedFunction:
+def _record_called_function(
+    function: Callable, argument_layout: tuple, dtype: torch.dtype, input_count: int
+) -> RecordedFunction:
     def call_on_lists(*values):
-        return function(*([values[k] for k in a] if isinstance(a, tuple) else a for a in shape))
+        return function(*([values[k] for k in a] if isinstance(a, tuple) else a for a in argument_layout))
 
-    trace, results = record_function(call_on_lists, dtype, inputs)
+    trace, results = record_function(call_on_lists, dtype, input_count)
     return RecordedFunction(trace, tuple(x.number for x in results))
 
 
-def compile_out_of_line(network: ArithmeticNetwork) -> ArithmeticNetwork:
+def record_out_of_line(network: ArithmeticNetwork) -> ArithmeticNetwork:
     """Return a network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
@@ -272,7 +274,7 @@ def square_root(x: Any) -> Any:
         return x.trace.emit("sqrt", (x,))
     # torch's own roots are an ulp off for some inputs on the CPU.
     if x.dtype == torch.float32:
-        return compute_float32_root(x)
+        return compute_float32_square_root(x)
     s = x.sqrt()
     p = s * s
     better = s + ((x - p) - _product_error(s, s, p)) / (s + s)
@@ -301,7 +303,7 @@ def _emit_word_operation(operation: str, x: Traced, number: int) -> Traced:
     return x.trace.emit_binary(f"word_{operation}", x, np.uint64(number) if x.kind == "w64" else np.uint32(number))
 
 
-def _find_real_layout(x: Any) -> tuple[int, int]:
+def _find_mantissa_bits_and_bias(x: Any) -> tuple[int, int]:
     """Return the bits of a real's fraction, and the bias of its exponent."""
     dtype = torch.float64 if (x.kind == "f64" if isinstance(x, Traced) else x.dtype == torch.float64) else torch.float32
     return MANTISSA_BITS_BY_DTYPE[dtype], _EXPONENT_BIAS_BY_DTYPE[dtype]
@@ -309,7 +311,7 @@ def _find_real_layout(x: Any) -> tuple[int, int]:
 
 def power_of_two_below(x):
     """2^floor(log2 |x|) for a normal x; 0 for zeros and subnormals, infinity for infinities and NaNs."""
-    mantissa, bias = _find_real_layout(x)
+    mantissa, bias = _find_mantissa_bits_and_bias(x)
     mask = (2 * bias + 1) << mantissa
     if isinstance(x, Traced):
         return _emit_bit_cast(_emit_word_operation("and", _emit_bit_cast(x), mask))
@@ -318,7 +320,7 @@ def power_of_two_below(x):
 
 def exponent(x: Any) -> Any:
     """floor(log2 |x|) for a normal x, as a real number."""
-    mantissa, bias = _find_real_layout(x)
+    mantissa, bias = _find_mantissa_bits_and_bias(x)
     if not isinstance(x, Traced):
         biased = (x.contiguous().view(_WORD_DTYPE_BY_REAL_DTYPE[x.dtype]) >> mantissa) & (2 * bias + 1)
         return (biased - bias).to(x.dtype)
@@ -331,7 +333,7 @@ def exponent(x: Any) -> Any:
 
 def power_of_two(k: Any) -> Any:
     """2^k for an integer k in the range of normal numbers."""
-    mantissa, bias = _find_real_layout(k)
+    mantissa, bias = _find_mantissa_bits_and_bias(k)
     if not isinstance(k, Traced):
         return ((k.nan_to_num(0.0).to(_WORD_DTYPE_BY_REAL_DTYPE[k.dtype]) + bias) << mantissa).view(k.dtype)
     biased = select(k == k, k, 0.0) + float(bias)
@@ -364,10 +366,10 @@ def is_finite(x: Any) -> Any:
     return (x - x) == 0.0
 
 
-def record_function(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
-    """Record what a function of `inputs` values of a dtype computes; return the trace and the results."""
+def record_function(function: Callable, dtype: torch.dtype, input_count: int) -> tuple[Trace, list[Traced]]:
+    """Record what a function of `input_count` values of a dtype computes; return the trace and the results."""
     trace = Trace(dtype)
-    values = [trace.emit("input", (), k) for k in range(inputs)]
+    values = [trace.emit("input", (), k) for k in range(input_count)]
     return trace, list(function(*values))
 
 
@@ -382,7 +384,7 @@ def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.T
     b1, b2 = _split_float64(fb)
     low = ((a1 * b1 - high) + a1 * b2 + a2 * b1) + a2 * b2
     # Where p is subnormal it left out more than the product of the mantissas did.
-    error = scale_by_power((high - scale_by_power(p, -k)) + low, k)
+    error = scale_by_power_of_two((high - scale_by_power_of_two(p, -k)) + low, k)
     return torch.where(is_finite(p), error, p - p)
 
 
@@ -393,7 +395,7 @@ def _split_float64(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high, x - high
 
 
-def scale_by_power(x, k):
+def scale_by_power_of_two(x, k):
     """x 2^k for an integer k, rounded once, for |x| not near the ends of the range or k beyond all of it."""
     reach = 1000.0 if is_computed_in_float64(x) else 120.0
     first = select(k > reach, reach, select(k < -reach, -reach, k))

@@ -49,7 +49,7 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     return tuple(map(promote, arguments)), {name: promote(x) for name, x in options.items()}
 
 
-def _encode_beside_mctensors(arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+def _encode_operands_of_mctensors(arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Return arguments with plain floating tensors encoded, gradients flowing back; None where none is an MCTensor."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in leaves):
@@ -60,7 +60,7 @@ def _encode_beside_mctensors(arguments: tuple, options: dict) -> tuple[tuple, di
 
 
 def _run_steps_on_encoded_operands(steps: Callable, *arguments: Any, **options: Any) -> Any:
-    encoded = _encode_beside_mctensors(arguments, options)
+    encoded = _encode_operands_of_mctensors(arguments, options)
     return NotImplemented if encoded is None else steps(*encoded[0], **encoded[1])
 
 
@@ -150,7 +150,7 @@ def _make_entry_kernel(operator: OpOverload) -> Callable:
             if is_promoted:
                 arguments, options = promote_operands(arguments, options)
             if is_encoded and has_plain_operand(arguments, options):
-                arguments, options = _encode_beside_mctensors(arguments, options) or (arguments, options)
+                arguments, options = _encode_operands_of_mctensors(arguments, options) or (arguments, options)
         if operator is not aten.lstm.input:
             return operator.redispatch(keys & _DISPATCH_KEYS_BELOW_ENTRY, *arguments, **options)
         with _mkldnn_lock:

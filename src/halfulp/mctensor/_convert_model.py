@@ -138,12 +138,12 @@ def _read_mctensor_from_entries(
 register_layout(
     StateDictLayout(
         MCTensor,
-        key="halfulp_components",
+        metadata_key="halfulp_components",
         version=STATE_DICT_VERSION,
-        what="components",
-        suffix=_ENTRY_SUFFIX_PATTERN,
-        entries=_make_state_dict_entries,
-        fitting=_read_parameter_from_entries,
+        description="components",
+        auxiliary_suffix=_ENTRY_SUFFIX_PATTERN,
+        make_entries=_make_state_dict_entries,
+        read_tensor=_read_parameter_from_entries,
     )
 )
 
@@ -210,7 +210,7 @@ def multicomponent(
         plain=False,
     )
     for ref in found:
-        ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
+        ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.attribute_name, ref.value.dtype)
     return model
 
 
@@ -240,7 +240,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     found = [ref for ref in list_module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
 
     def make_plain(ref: ParameterRef) -> Tensor:
-        before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
+        before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.attribute_name, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
     replace_parameters(model, found, make_plain, "single_component", plain=True)

@@ -26,14 +26,14 @@ from ..subclass._in_backward import disable_result_rounding, wants_plain_result
 from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
 from ._result_type import (
     ResultType,
+    clamp_written_outliers,
     encode_plain_operands,
     has_plain_operand,
-    limit_written_elements,
     make_result,
     result_type,
     to_components,
 )
-from ._write import check_takes_fractions, write_value
+from ._write import check_not_integer, write_value
 
 refuse_mctensor_operator = functools.partial(refuse_operator, "MCTensor")
 _COLLECTIVES_TEXT = (
@@ -67,7 +67,7 @@ def _derive_primitive_rule(operator: OpOverload) -> Callable:
         return make_unrounded_writing_rule(operator, functional)
     if operator.is_view:
         return functools.partial(refuse_mctensor_operator, operator, "is a view")
-    return functools.partial(_run_without_rule, operator)
+    return functools.partial(_run_decomposed_or_in_float64, operator)
 
 
 def run_in_float64(
@@ -79,8 +79,8 @@ def run_in_float64(
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
-    if form.scaled:
-        results = tree_map(lambda x: limit_written_elements((x,), leaves)[0] if is_floating(x) else x, results)
+    if form.is_scaled:
+        results = tree_map(lambda x: clamp_written_outliers((x,), leaves)[0] if is_floating(x) else x, results)
     return tree_map(lambda x: make_result((x,), form) if is_floating(x) else x, results)
 
 
@@ -92,7 +92,7 @@ def _convert_to_float64(x: Any) -> Any:
     return x.double() if is_floating(x) else x
 
 
-def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _run_decomposed_or_in_float64(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if form.fits_float64:
         return run_in_float64(operator, arguments, options)
@@ -119,19 +119,19 @@ def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
     )
 
 
-def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
+def implements_beyond_float64(*operators: OpOverload, requires_exact: bool = False) -> Callable[[Callable], Callable]:
     """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64."""
-    # exactly: also for those that it does not hold exactly, as gaps between components may be wider than float64.
+    # requires_exact: also for those that it does not hold exactly, as gaps between components may be wider than it.
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(prefer_float64(operator, rule, exactly))
+            implements(operator)(prefer_float64(operator, rule, requires_exact))
         return rule
 
     return register
 
 
-implements_beyond_exact_float64 = functools.partial(implements_beyond_float64, exactly=True)
+implements_beyond_exact_float64 = functools.partial(implements_beyond_float64, requires_exact=True)
 
 
 def _is_exact_in_float64(x: Any) -> bool:
@@ -149,13 +149,13 @@ def _is_exact_in_float64(x: Any) -> bool:
     return True
 
 
-def prefer_float64(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+def prefer_float64(operator: OpOverload, rule: Callable, requires_exact: bool = False) -> Callable:
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     def run_either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         form = result_type(leaves)
-        if form.fits_float64 and not (exactly and not all(map(_is_exact_in_float64, leaves))):
+        if form.fits_float64 and not (requires_exact and not all(map(_is_exact_in_float64, leaves))):
             return run_in_float64(operator, arguments, options)
         return run_rule_and_round_once(rule, form, arguments, options)
 
@@ -197,11 +197,11 @@ def _write_results(operator: OpOverload, given: dict[str, Any], targets: list[An
     for target, result in zip(targets, results):
         # torch's masked_fill_ truncates a number to the target's integer type.
         if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
-            check_takes_fractions(target)
+            check_not_integer(target)
     for target, result in zip(targets, results):
         if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
             wide = tuple(part.double() for part in to_components(result, target.device))
-            parts = limit_written_elements(wide, tree_leaves(given))
+            parts = clamp_written_outliers(wide, tree_leaves(given))
             write_value(target, result if parts is wide else wrap_components(parts, None, target._gradients))
         elif isinstance(target, MCTensor) or isinstance(result, MCTensor):
             write_value(target, result)

@@ -160,7 +160,7 @@ def _convert_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
 def _convert_numbers_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     flat: list = []
     shape = _flatten_lists(x, flat)
-    rows = [_split_exact_value(_find_exact_value(value)) for value in flat]
+    rows = [_split_exact_value(_convert_to_exact_value(value)) for value in flat]
     parts = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, MAX_COMPONENTS)
     used = max(1, int((parts != 0).any(0).nonzero().max()) + 1) if parts.numel() and bool(parts.any()) else 1
     return tuple(parts[:, i].reshape(shape).contiguous() for i in range(used)), torch.get_default_dtype()
@@ -177,7 +177,7 @@ def _flatten_lists(x: Any, flat: list) -> tuple[int, ...]:
     return (len(x), *(shapes.pop() if shapes else ()))
 
 
-def _find_exact_value(value: Any) -> Fraction | float:
+def _convert_to_exact_value(value: Any) -> Fraction | float:
     """Return a number's exact value; infinities and NaN as floats."""
     if isinstance(value, str):
         return _parse_number(value)

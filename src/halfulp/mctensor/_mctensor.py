@@ -15,9 +15,9 @@ from ..kernels import define_operator, hide_own_frames_from_compiler, is_under_t
 from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
-    get_autograd_marks,
+    get_autograd_flags,
     refuse_mixed_classes,
-    restore_autograd_marks,
+    restore_autograd_flags,
 )
 from ..subclass._in_backward import (
     COMPONENTS_GRADIENTS_MODE,
@@ -181,7 +181,7 @@ class MCTensor(CompositeTensor):
     _scale: Tensor | None
     _gradients: str
     # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
-    _seeds_backward = False
+    _is_filled_with_ones = False
 
     _value_description = "a sum of components"
     _parts_expression = "each of x.components"
@@ -350,7 +350,7 @@ class MCTensor(CompositeTensor):
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        marks = get_autograd_marks(self)
+        marks = get_autograd_flags(self)
         # All detached: plain pickle joins tensors that are one object, and would give views apart one scale.
         parts, scale = tuple(part.detach() for part in self._parts), self._scale
         fields = parts, None if scale is None else scale.detach(), self._gradients
@@ -372,7 +372,7 @@ class MCTensor(CompositeTensor):
     def _list_plain_tensors(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
 
-    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
+    def _rebuild_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
         made = wrap_components(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
@@ -445,7 +445,7 @@ def rebuild_mctensor(
 ) -> MCTensor:
     """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name."""
     check_pickled_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return restore_autograd_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return restore_autograd_flags(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from ..subclass._in_backward import (
     refuse_make_fx,
     wants_plain_result,
 )
-from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
+from ..subclass._rule_table import find_outlier_mask, is_in_quotient_formula
 from ._encode import (
     choose_scale,
     convert_components_to_float64,
@@ -46,7 +46,7 @@ class ResultType(NamedTuple):
     dtype: torch.dtype
     components: int
     gradients: str  # "first" or "components", see MCTensor
-    scaled: bool
+    is_scaled: bool
     device: torch.device
     has_gradient: bool = False  # whether an operand may be a gradient, in a backward pass
 
@@ -72,7 +72,7 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
                 count = len(x._parts)
             if x._gradients == COMPONENTS_GRADIENTS_MODE:
                 gradients = COMPONENTS_GRADIENTS_MODE
-            if x._seeds_backward or len(x._parts) == 1:  # a compiled pass begins with one component
+            if x._is_filled_with_ones or len(x._parts) == 1:  # a compiled pass begins with one component
                 has_gradient = True
             if x._scale is not None:
                 scales = (*scales, kind)
@@ -110,14 +110,14 @@ def to_components(x: Any, device: torch.device) -> Parts:
 
 def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
-    if form is None and len(operands) == 2 and are_operands_alike(*operands):
+    if form is None and len(operands) == 2 and need_no_conversion(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
             return wrap_components(evaluate_on_like_operands(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)
-    if form.scaled and not wants_plain_result(form.gradients, form.has_gradient):
+    if form.is_scaled and not wants_plain_result(form.gradients, form.has_gradient):
         given = [
             (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
         ]
@@ -128,14 +128,14 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
     converted = convert_operands(name, operands, form.dtype, form.components, form.device)
     if wants_plain_result(form.gradients, form.has_gradient):
         return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
-    if form.scaled:
+    if form.is_scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
         return _scale_result(wide, find_largest_finite_magnitude(wide[0]), form, name in FUNCTIONS_WITH_NONZERO_RESULTS)
     parts = pointwise(name, *converted, components=form.components, dtype=form.dtype)
     return wrap_components(parts, None, form.gradients)
 
 
-def are_operands_alike(a: Any, b: Any) -> bool:
+def need_no_conversion(a: Any, b: Any) -> bool:
     """Return whether two operands need no promotion, scale or rounding: the shortcut for the most frequent call."""
     return (
         type(a) is MCTensor
@@ -162,9 +162,9 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
     return found
 
 
-def choose_working_type(form: ResultType) -> tuple[int, torch.dtype]:
+def choose_working_components_and_dtype(form: ResultType) -> tuple[int, torch.dtype]:
     """Return the components, and their dtype, that a result is computed in before it becomes one of a type."""
-    if form.scaled:
+    if form.is_scaled:
         return count_float64_components(form), torch.float64
     return (1 if wants_plain_result(form.gradients, form.has_gradient) else form.components), form.dtype
 
@@ -178,7 +178,7 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
     """Make a result from non-overlapping components without a scale, of any dtype and number."""
     if wants_plain_result(form.gradients, form.has_gradient):
         return _round_to_components(parts, 1, form.dtype)[0]
-    if form.scaled:
+    if form.is_scaled:
         return _make_scaled_result(parts, form)
     return wrap_components(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
 
@@ -194,19 +194,19 @@ def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps_nonzero:
     return wrap_components(parts, scale, form.gradients)
 
 
-def match_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
+def unify_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
     parts = [to_components(x, form.device) for x in operands]
-    if not form.scaled:
+    if not form.is_scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
     # Operands are chosen among: outliers are brought nearer to the others.
     constants = [i for i, x in enumerate(operands) if not isinstance(x, MCTensor)]
     large = {i: _find_outliers(wide[i][0]) for i in constants}
-    if any(map(_may_hold_true, large.values())):
+    if any(map(_is_not_known_all_false, large.values())):
         others = [torch.where(large[i], 0.0, some[0]) if i in large else some[0] for i, some in enumerate(wide)]
-        limit = _find_large_element_limit(torch.stack([find_largest_finite_magnitude(part) for part in others]).amax())
+        limit = _compute_outlier_limit(torch.stack([find_largest_finite_magnitude(part) for part in others]).amax())
         wide = [_clamp_components(some, large[i], limit) if i in large else some for i, some in enumerate(wide)]
     scale = choose_scale(torch.stack([find_largest_finite_magnitude(some[0]) for some in wide]).amax(), form.dtype)
     return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
@@ -227,43 +227,43 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
 _LEAST_OUTLIER = 2.0**24
 
 
-def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
+def clamp_results_of_outliers(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
     """Return a function's float64 components, brought nearer to the others where plain operands have outliers."""
     masks = []
     for x in operands:
         if is_plain_floating(x) and x.dim():
             cause = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
             masks.append(_find_outliers(cause, among_zeros=name != "mul"))
-    masks = [mask for mask in masks if _may_hold_true(mask)]
+    masks = [mask for mask in masks if _is_not_known_all_false(mask)]
     if not masks or result[0].shape != torch.broadcast_shapes(result[0].shape, *(mask.shape for mask in masks)):
         return result
-    return _limit_masked_elements(result, functools.reduce(torch.logical_or, masks).expand(result[0].shape))
+    return _clamp_masked_elements(result, functools.reduce(torch.logical_or, masks).expand(result[0].shape))
 
 
-def limit_written_elements(result: Parts, operands: Sequence[Any]) -> Parts:
+def clamp_written_outliers(result: Parts, operands: Sequence[Any]) -> Parts:
     """Return float64 components in which elements copied from plain operands, if outliers, lie nearer to the others."""
-    if not any(_may_hold_true(_find_outliers(x)) for x in operands if is_plain_floating(x)):
+    if not any(_is_not_known_all_false(_find_outliers(x)) for x in operands if is_plain_floating(x)):
         return result
-    return _limit_masked_elements(result, (result[0].abs() >= _LEAST_OUTLIER) & result[0].isfinite())
+    return _clamp_masked_elements(result, (result[0].abs() >= _LEAST_OUTLIER) & result[0].isfinite())
 
 
-def _limit_masked_elements(parts: Parts, mask: Tensor) -> Parts:
+def _clamp_masked_elements(parts: Parts, mask: Tensor) -> Parts:
     return _clamp_components(
-        parts, mask, _find_large_element_limit(find_largest_finite_magnitude(torch.where(mask, 0.0, parts[0])))
+        parts, mask, _compute_outlier_limit(find_largest_finite_magnitude(torch.where(mask, 0.0, parts[0])))
     )
 
 
 def _find_outliers(x: Tensor, among_zeros: bool = True) -> Tensor:
-    """Return where large numbers stand for infinity: see `mark_outliers`."""
+    """Return where large numbers stand for infinity: see `find_outlier_mask`."""
     large = (x.abs() >= _LEAST_OUTLIER) & x.isfinite()
-    return mark_outliers(x, _LEAST_OUTLIER, among_zeros) if _may_hold_true(large) else large
+    return find_outlier_mask(x, _LEAST_OUTLIER, among_zeros) if _is_not_known_all_false(large) else large
 
 
-def _may_hold_true(mask: Tensor) -> bool:
+def _is_not_known_all_false(mask: Tensor) -> bool:
     return type(mask) is not Tensor or mask.device.type != "cpu" or bool(mask.any())
 
 
-def _find_large_element_limit(largest: Tensor) -> Tensor:
+def _compute_outlier_limit(largest: Tensor) -> Tensor:
     """Return the bound for large elements beside others of this magnitude; infinity beside zeros."""
     # exp(-128) is 0 in float32; beside 2^8 times the largest of the others these keep all digits.
     return torch.where(largest == 0, torch.inf, (largest * 2.0**8).clamp(min=128.0))
@@ -300,7 +300,7 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
         parts = to_components(x.detach(), form.device)
         if ranked and not x.dim():  # promotes nothing, and keeps all the digits of a float64
             made = wrap_components(renormalize(parts, form.components, torch.float64), None, form.gradients)
-        elif form.scaled:
+        elif form.is_scaled:
             made = _make_scaled_result(parts, form)
         else:
             made = wrap_components(renormalize(parts, form.components, form.dtype), None, form.gradients)

@@ -15,8 +15,8 @@ from ._mctensor import MCTensor, decode_to_plain
 from ._result_type import ResultType, count_float64_components, to_components
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
-_RESCALED_BELOW_BINADES = 8
-_DTYPES_WITHOUT_SUM = (torch.uint16, torch.uint32, torch.uint64)  # in torch
+_RESCALED_BELOW_HEADROOM_BINADES = 8
+_DTYPES_WITHOUT_ADDITION = (torch.uint16, torch.uint32, torch.uint64)  # in torch
 
 
 def copy_collective_result(x: Tensor, value: Tensor) -> None:
@@ -31,7 +31,7 @@ def copy_collective_result(x: Tensor, value: Tensor) -> None:
         x.copy_(value)
 
 
-def choose_computing_type(x: MCTensor) -> ResultType:
+def choose_write_type(x: MCTensor) -> ResultType:
     """Return the result type to compute in before writing into x: without a scale, in float64 where x has one."""
     form = ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)
     if x._scale is None:
@@ -40,10 +40,10 @@ def choose_computing_type(x: MCTensor) -> ResultType:
 
 
 def write_components(
-    x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, keeps_nonzero: bool = False
+    x: Tensor, parts: Parts, compute_exact_result: Callable[[], Tensor] | None = None, keeps_nonzero: bool = False
 ) -> Tensor:
     """Copy a result's components, without a scale, into x; all its views see it."""
-    # exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
+    # compute_exact_result: makes it in float64, to tell an infinity from a finite value that does not fit.
     # keeps_nonzero: whether no element becomes 0 beside large ones, as of a sum.
     if parts[0].shape != x.shape:
         check_shape(x, parts[0].shape)
@@ -51,13 +51,13 @@ def write_components(
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
         wide = tuple(part.double() for part in parts)
-        _fit_scale(x, x._scale, find_largest_finite_magnitude(wide[0]))
+        _rescale_memory_if_needed(x, x._scale, find_largest_finite_magnitude(wide[0]))
         for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, keeps_nonzero)):
             target.copy_(part)
         return x
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
         parts = renormalize(parts, len(x._parts), x.dtype)
-    refuse_overflow_in_place(x, parts[0], exact)
+    check_no_overflow_in_place(x, parts[0], compute_exact_result)
     for target, part in zip(x._parts, parts):
         target.copy_(part)
     return x
@@ -99,7 +99,7 @@ def convert_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
             f"an MCTensor is real and {dtype} is not: torch.complex(x.decode(), zeros) makes one of its value"
         )
     parts = to_components(torch.trunc(x), x.device)
-    if dtype in _DTYPES_WITHOUT_SUM:
+    if dtype in _DTYPES_WITHOUT_ADDITION:
         return sum(map(_reduce_modulo_64_bits, parts)).to(dtype)  # type: ignore[union-attr]  # int only of no parts
     first, *rest = parts
     return sum((part.to(dtype) for part in rest), first.to(dtype))
@@ -113,7 +113,7 @@ def _reduce_modulo_64_bits(integers: Tensor) -> Tensor:
     return (high.long() << 32) + (wide - high * 2.0**32).long()
 
 
-def check_takes_fractions(x: Tensor) -> None:
+def check_not_integer(x: Tensor) -> None:
     """Raise unless an operator's result can be written into x without being cut to an integer."""
     if not x.dtype.is_floating_point and not x.dtype.is_complex:
         raise RuntimeError(
@@ -127,24 +127,29 @@ def check_shape(x: Tensor, shape: torch.Size) -> None:
         raise RuntimeError(f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(wide)}")
 
 
-def refuse_overflow_in_place(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:
+def check_no_overflow_in_place(x: MCTensor, first: Tensor, compute_exact_result: Callable[[], Tensor] | None) -> None:
     """Raise if a finite result became infinite in its components."""
-    if exact is None or type(first) is not Tensor or first.device.type == "meta" or bool(first.sum().isfinite()):
+    if (
+        compute_exact_result is None
+        or type(first) is not Tensor
+        or first.device.type == "meta"
+        or bool(first.sum().isfinite())
+    ):
         return
-    if bool((first.isinf() & exact().isfinite()).any()):
+    if bool((first.isinf() & compute_exact_result().isfinite()).any()):
         raise ValueError(
             f"the result is out of the range of {x.dtype} components, and this tensor has no scale to change: it is as "
             "it was. Give it one, MCTensor.encode(x, components, dtype, scale='auto'), or wider components"
         )
 
 
-def _fit_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> None:
+def _rescale_memory_if_needed(x: MCTensor, scale: Tensor, largest: Tensor) -> None:
     """Rescale all of the memory that x is a view of, unless x's scale leaves room for values up to `largest`."""
     if largest.numel() and not owns_all_memory(x._parts[0]):
         largest = torch.maximum(largest, find_largest_finite_magnitude(_view_whole_memory(x)[0]).double() * scale)
     ideal = choose_scale(largest, x.dtype)
     distance = torch.log2(ideal) - torch.log2(scale)
-    fits = (distance < HEADROOM_BINADES) & (distance > -_RESCALED_BELOW_BINADES)
+    fits = (distance < HEADROOM_BINADES) & (distance > -_RESCALED_BELOW_HEADROOM_BINADES)
     wanted = torch.where(fits | (largest == 0), scale, ideal)
     if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == scale):
         return

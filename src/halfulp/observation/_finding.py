@@ -129,9 +129,10 @@ def join_and_rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
-    def find_severity_with_consequences(i: int, *before: int) -> int:
-        consequences = [find_severity_with_consequences(k, i, *before) for k in follows[i] if k not in before]
-        return max([SEVERITIES.index(found[i].severity), *consequences])
+    def find_severity_with_consequences(index: int, *visited: int) -> int:
+        new = [k for k in follows[index] if k not in visited]
+        consequences = [find_severity_with_consequences(k, index, *visited) for k in new]
+        return max([SEVERITIES.index(found[index].severity), *consequences])
 
     keys = [
         (-find_severity_with_consequences(i), i in explained, -finding.confidence, -len(finding.where), finding.code)
@@ -153,12 +154,12 @@ def have_related_names(first: Iterable[str], second: Iterable[str]) -> bool:
     )
 
 
-def _measure_badness(finding: Finding, measure: str) -> float:
+def _measure_badness(finding: Finding, evidence_name: str) -> float:
     """Return how bad a finding is by a number among its evidence; minus infinity where it has none."""
-    value = finding.evidence.get(measure.removeprefix("-"))
+    value = finding.evidence.get(evidence_name.removeprefix("-"))
     if not isinstance(value, int | float) or math.isnan(value):
         return -math.inf
-    return -value if measure.startswith("-") else value
+    return -value if evidence_name.startswith("-") else value
 
 
 def find_worst_severity(findings: Iterable[Finding]) -> Severity | None:
@@ -245,14 +246,14 @@ def write_diagnosis_sentence(findings: Sequence[Finding]) -> str:
 class _EvidenceFormatter(Formatter):
     """Fills a template with evidence: shares in per cent, after "up to" if asked; what is None is missing."""
 
-    def __init__(self, up_to: bool) -> None:
-        self.up_to = up_to
+    def __init__(self, writes_up_to: bool) -> None:
+        self.writes_up_to = writes_up_to
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
             raise KeyError(format_spec)
         if format_spec == "share":
-            return f"up to {format_percent(value)}" if self.up_to else format_percent(value)
+            return f"up to {format_percent(value)}" if self.writes_up_to else format_percent(value)
         return format(value, format_spec or (".3g" if isinstance(value, float) else ""))
 
 
@@ -278,7 +279,7 @@ def group_causes_as_dicts(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     ]
 
 
-def choose_headline(causes: Sequence[Any], of: str) -> str:
+def choose_headline(causes: Sequence[Any], scope: str) -> str:
     """Return the first diagnosis; where there are notes alone or nothing, that there is nothing to mend.
 
     >>> choose_headline([{"severity": "error", "headline": "head loses 50% of its updates"}], "401 steps")
@@ -287,10 +288,10 @@ def choose_headline(causes: Sequence[Any], of: str) -> str:
     ('Nothing to mend in 401 steps', 'Nothing to mend in 401 steps')
     """
     worst = next((one for one in causes if one["severity"] != "note"), None)
-    return worst["headline"] if worst is not None else f"Nothing to mend in {of}"
+    return worst["headline"] if worst is not None else f"Nothing to mend in {scope}"
 
 
-def describe_counts_by_severity(causes: Sequence[Any], of: str) -> str:
+def describe_counts_by_severity(causes: Sequence[Any], scope: str) -> str:
     """Return how many causes of each severity there are, in words.
 
     >>> describe_counts_by_severity([{"severity": "error"}, {"severity": "note"}], "after 9 steps")
@@ -299,10 +300,10 @@ def describe_counts_by_severity(causes: Sequence[Any], of: str) -> str:
     'no findings in 4 tensors'
     """
     if not causes:
-        return f"no findings {of}"
+        return f"no findings {scope}"
     many = {severity: sum(one["severity"] == severity for one in causes) for severity in reversed(SEVERITIES)}
     said = ", ".join(pluralize(number, severity) for severity, number in many.items() if number)
-    return f"{pluralize(len(causes), 'finding')} ({said}) {of}"
+    return f"{pluralize(len(causes), 'finding')} ({said}) {scope}"
 
 
 _CAUSE_LINE_INDENT = " " * 9

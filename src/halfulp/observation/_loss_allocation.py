@@ -62,13 +62,17 @@ class LossAllocation:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction) -> None:
         self._optimizer, self._loss = optimizer, loss
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._names = {id(p): name for name, p in self._trained.items()}
-        self._copy = _make_float64_copy(model)
-        self._wide = dict(self._copy.named_parameters())
-        self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
-        self.first = self.last = math.nan
-        self.steps = self.unsplit = 0
-        self._wanted: NameTensorPairs | None = None
+        self._name_by_id = {id(p): name for name, p in self._trained.items()}
+        self._float64_model = _make_float64_copy(model)
+        self._float64_parameters = dict(self._float64_model.named_parameters())
+        self.shares: dict[str, ParameterShare] = {
+            name: ParameterShare(name, p.numel()) for name, p in self._trained.items()
+        }
+        self.first: float = math.nan
+        self.last: float = math.nan
+        self.steps: int = 0
+        self.unsplit: int = 0
+        self._unrounded_changes: NameTensorPairs | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
@@ -108,7 +112,7 @@ class LossAllocation:
     ) -> Any:
         if is_in_step_of_subclass(optimizer):
             return None
-        self._wanted = None
+        self._unrounded_changes = None
         return run_before_update(self._record_unrounded_changes, args, kwargs)
 
     @torch.no_grad()
@@ -119,21 +123,21 @@ class LossAllocation:
         divisor, is_skipped = read_scaler_attributes(self._optimizer)
         for group in self._optimizer.param_groups if not is_skipped else ():
             for parameter in group["params"]:
-                name = self._names.get(id(parameter))
+                name = self._name_by_id.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                change = _compute_wanted_change(self._optimizer, group, parameter, divisor)
+                change = _compute_unrounded_change(self._optimizer, group, parameter, divisor)
                 if change is None:
                     return
                 wanted[name] = change.to("cpu", torch.float64).view(parameter.shape)
-        self._wanted = wanted
+        self._unrounded_changes = wanted
 
     def _allocate_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Allocate the change of the loss from the last point to the present weights."""
         if is_in_step_of_subclass(optimizer):
             return
         self.steps += 1
-        self.unsplit += self._wanted is None
+        self.unsplit += self._unrounded_changes is None
         end = self._copy_weights()
         start, moved = self._point, {name: end[name] - self._point[name] for name in end}
         loss, after = self._compute_loss_and_gradient(end)
@@ -151,9 +155,9 @@ class LossAllocation:
             total = math.fsum(float((mean[name] * moved[name]).sum()) for name in end)
         for name, share in self.shares.items():
             share.change += float((mean[name] * moved[name]).sum())
-            if self._wanted is not None:
+            if self._unrounded_changes is not None:
                 stepped = end[name] - self._before[name]  # without what others wrote since the last step
-                share.rounding += float((mean[name] * (stepped - self._wanted.get(name, 0.0))).sum())
+                share.rounding += float((mean[name] * (stepped - self._unrounded_changes.get(name, 0.0))).sum())
         self._point, self.last, self._gradient = end, loss, after
 
     def _copy_weights(self) -> NameTensorPairs:
@@ -163,8 +167,8 @@ class LossAllocation:
         """Return the loss and its gradient at some weights, on the float64 copy."""
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             for name, value in point.items():
-                self._wide[name].data.copy_(value)
-            loss = self._loss(self._copy)
+                self._float64_parameters[name].data.copy_(value)
+            loss = self._loss(self._float64_model)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise TypeError(
                     f"loss= returned {name_type(loss)}: return the scalar loss of the model that it is given"
@@ -174,7 +178,7 @@ class LossAllocation:
             if math.isnan(self.first):
                 _refuse_reentrant_checkpoints(loss)
             # Not backward(), which would add to the gradients of whatever else trains that the function reads.
-            made = torch.autograd.grad(loss, [self._wide[name] for name in point], allow_unused=True)
+            made = torch.autograd.grad(loss, [self._float64_parameters[name] for name in point], allow_unused=True)
         if all(gradient is None for gradient in made):
             raise ValueError(
                 "loss= depends on no trained parameter of the model that it is given: use its argument, not the model "
@@ -266,7 +270,7 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
     return LossAllocation(model, optimizer, loss)
 
 
-def _compute_wanted_change(
+def _compute_unrounded_change(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, divisor: float
 ) -> Tensor | None:
     gradient = parameter.grad

@@ -78,13 +78,13 @@ def read_option_number(options: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, int | float | torch.Tensor) else None
 
 
-def compute_confidence(count: int, half: int = 64) -> float:
-    """Return how sure a number of elements or steps makes a finding: 0 without any, 1/2 at `half`, towards 1.
+def compute_confidence(count: int, half_count: int = 64) -> float:
+    """Return how sure a number of elements or steps makes a finding: 0 without any, 1/2 at `half_count`, towards 1.
 
     >>> compute_confidence(0), compute_confidence(64), compute_confidence(10**6)
     (0.0, 0.5, 1.0)
     """
-    return 1 - 0.5 ** (count / half)
+    return 1 - 0.5 ** (count / half_count)
 
 
 # Bits of float32's significand, the implicit one included, from which a lost change is no practical loss: what rounds

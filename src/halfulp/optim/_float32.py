@@ -21,9 +21,9 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._device_function import ElementRecording, PointerTableFunction, bind_names
+from ..kernels._device_function import ElementTraceBuilder, PointerTableFunction, bind_free_variables
 from ..kernels._operations import store32, word
-from ..kernels.triton._launch import TableKernel, find_checked_kernel
+from ..kernels.triton._launch import PointerTableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import get_array_address
 from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ..subclass.models._conversion import check_is_module
@@ -144,10 +144,10 @@ def _make_chunk_table(counts: tuple[int, ...]) -> np.ndarray:
 
 def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
-    element, names = ElementRecording(5), update.make_bindings(store)
+    element, names = ElementTraceBuilder(5), update.make_bindings(store)
     *arrays, out = element.arrays
     read: Any = names["read_weight"]
-    store32(out, element.index, word(bind_names(read, names)(*arrays, element.index)[0]))
+    store32(out, element.index, word(bind_free_variables(read, names)(*arrays, element.index)[0]))
     return element.trace
 
 
@@ -163,10 +163,10 @@ def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     return kernel
 
 
-def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
+def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.device) -> PointerTableKernel | None:
     """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
 
-    def run_on_check_tensors(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
+    def run_on_check_tensors(kernel: PointerTableKernel, device: torch.device) -> list[torch.Tensor]:
         parts = [part.to(device) for part in _make_check_tensors(update, store)]
         out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
         kernel(*_make_read_tables([parts, parts], out), device)
@@ -176,11 +176,11 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
         wanted = update.read(store, _make_check_tensors(update, store))
         return [wanted, wanted[:61]]
 
-    kernel: TableKernel | None = find_checked_kernel(
+    kernel: PointerTableKernel | None = find_checked_kernel(
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,
-        lambda: TableKernel(PointerTableFunction(_record_read_trace(update, store), 5)),
+        lambda: PointerTableKernel(PointerTableFunction(_record_read_trace(update, store), 5)),
         run_on_check_tensors,
         compute_reference,
     )

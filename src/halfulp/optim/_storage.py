@@ -17,7 +17,7 @@ import torch
 from .. import formats
 from ..formats import Format
 from ..kernels import Trace, run_trace_on_tensors
-from ..kernels._device_function import ElementRecording, bind_names
+from ..kernels._device_function import ElementTraceBuilder, bind_free_variables
 from ..kernels._operations import (
     add,
     bit_and,
@@ -160,16 +160,16 @@ def mask_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Te
 
 @functools.cache
 def _record_decoder(store: Store) -> RecordedFunction:
-    element = ElementRecording(1)
-    found = bind_names(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
+    element = ElementTraceBuilder(1)
+    found = bind_free_variables(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
     return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _record_encoder(store: Store, stochastic: bool) -> Trace:
-    element = ElementRecording(1)
+    element = ElementTraceBuilder(1)
     value, random = make_nan_canonical(element.add_input("value")), element.add_input("random", "w32")
-    rounded = bind_names(store.stochastic if stochastic else store.nearest, dict(store.constants))
+    rounded = bind_free_variables(store.stochastic if stochastic else store.nearest, dict(store.constants))
     store.save(element.arrays[0], element.index, rounded(value, random))
     return element.trace
 

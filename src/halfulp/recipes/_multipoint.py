@@ -74,7 +74,8 @@ class MultipointLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, bits: int, codes: Tensor, scales: Tensor, channels: Tensor) -> None:
         super().__init__()
-        self.bits, self.shape = bits, tuple(cast(Tensor, layer.weight).shape)
+        self.bits: int = bits
+        self.shape: tuple[int, ...] = tuple(cast(Tensor, layer.weight).shape)
         self._convolves = isinstance(layer, _CONVOLUTION_CLASSES)
         # Of the dtype of the weight, which it follows when the model is converted.
         self.register_buffer("like", cast(Tensor, layer.weight).detach().new_empty(0), persistent=False)
@@ -229,14 +230,14 @@ class _CandidatePoints:
         return float(self.errors.gather(0, points[None]).mean())
 
 
-def _fit_codes_and_scale_to_rows(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fit_codes_and_scale_to_rows(residual: Tensor, max_code: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes and scale of each row that leave the smallest error, of outputs or of weights."""
     largest = residual.abs().amax(1)
     best = torch.full_like(largest, torch.inf)
     codes, scales = torch.zeros_like(residual), torch.zeros_like(largest)
     for share in _TRIED_SCALE_SHARES:
-        a = torch.where(largest > 0, share * largest / most, 1.0)
-        code = (residual / a[:, None]).round().clamp(-most, most)
+        a = torch.where(largest > 0, share * largest / max_code, 1.0)
+        code = (residual / a[:, None]).round().clamp(-max_code, max_code)
         norm = code.square().sum(1)
         a = torch.where(norm > 0, (residual * code).sum(1) / norm.clamp(min=1), a)
         left = residual - a[:, None] * code
@@ -254,7 +255,7 @@ def _compute_output_errors(rows: Tensor, moment: Tensor) -> Tensor:
 
 
 def _choose_point_counts_by_channel(
-    ladders: Mapping[str, _CandidatePoints], sizes: Mapping[str, int], left: float
+    ladders: Mapping[str, _CandidatePoints], sizes: Mapping[str, int], bytes_left: float
 ) -> dict[str, Tensor]:
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
@@ -267,9 +268,9 @@ def _choose_point_counts_by_channel(
     heapq.heapify(heap)
     while heap:
         added, name, channel = heapq.heappop(heap)
-        if added >= 0 or costs[name] > left:
+        if added >= 0 or costs[name] > bytes_left:
             continue
-        left -= costs[name]
+        bytes_left -= costs[name]
         points[name][channel] += 1
         n = int(points[name][channel])
         if n < _MOST_POINTS_PER_CHANNEL:

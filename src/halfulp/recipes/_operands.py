@@ -110,9 +110,9 @@ class BlockProductForward:
             return quantize(x.unsqueeze(0), self.format, dim=0).squeeze(0)
         return quantize(x, self.format, dim=0)
 
-    def round_weight(self, weight: Tensor, inputs: bool) -> Tensor:
+    def round_weight(self, weight: Tensor, along_inputs: bool) -> Tensor:
         """Return the weight in blocks of input channels, or of output channels."""
-        return quantize(weight, self.format, dim=int(inputs != getattr(self.layer, "transposed", False)))
+        return quantize(weight, self.format, dim=int(along_inputs != getattr(self.layer, "transposed", False)))
 
 
 class _BlockProductFunction(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _BlockProductFunction(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProductForward, size: Any) -> Tensor:
         return layer.run_class_forward(
-            layer.quantize_in_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias
+            layer.quantize_in_channel_blocks(input), layer.round_weight(weight, along_inputs=True), size, bias
         )
 
     @staticmethod
@@ -140,7 +140,9 @@ class _BlockProductFunction(torch.autograd.Function):
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
-                result = layer.run_class_forward(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
+                result = layer.run_class_forward(
+                    whole, layer.round_weight(weight.detach(), along_inputs=False), ctx.size
+                )
                 (found[0],) = torch.autograd.grad(result, whole, layer.quantize_in_channel_blocks(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
@@ -158,7 +160,8 @@ class _BlockProductFunction(torch.autograd.Function):
         layer: BlockProductForward = ctx.layer
         tangents: list[Tensor] = []
         if input_tangent is not None:
-            tangents.append(layer.run_class_forward(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
+            rounded = layer.round_weight(weight, along_inputs=True)
+            tangents.append(layer.run_class_forward(input_tangent, rounded, ctx.size))
         if weight_tangent is not None:
             tangents.append(layer.run_class_forward(layer.quantize_in_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:

@@ -16,7 +16,7 @@ from .._messages import align_columns, name_type, quote
 from .._qualified_names import make_name_pattern
 from ..formats import block_names
 from ..scaled._scalify import find_eight_bit_forward
-from ..scaled.rules._products import EIGHT_BIT_SIDE_MULTIPLE
+from ..scaled.rules._products import EIGHT_BIT_MATRIX_SIDE_MULTIPLE
 from ..subclass.models._float32_products import get_original_class
 from . import _recipe as _catalog
 from ._casts import is_inside_modules
@@ -158,8 +158,8 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
-    words = f"{sides[0]} x {sides[1]}: units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated"
-    return "fp8 products", words if any(side % EIGHT_BIT_SIDE_MULTIPLE for side in sides) else ""
+    words = f"{sides[0]} x {sides[1]}: units take multiples of {EIGHT_BIT_MATRIX_SIDE_MULTIPLE}, else fp8 is emulated"
+    return "fp8 products", words if any(side % EIGHT_BIT_MATRIX_SIDE_MULTIPLE for side in sides) else ""
 
 
 def has_rounded_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:

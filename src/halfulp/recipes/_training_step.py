@@ -306,14 +306,14 @@ class OperatorCheckMode(TorchDispatchMode):
     On the same operands, what a wrong operator does to those behind it is not held against them. Views are passed over.
 
     Attributes:
-        unequal: the first operator whose bits differ, if any.
-        wrong: those that differ by more than another order of sums explains, in order.
+        first_difference: the first operator whose bits differ, if any.
+        wrong_operators: those that differ by more than another order of sums explains, in order.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.unequal: OperatorDifference | None = None
-        self.wrong: list[OperatorDifference] = []
+        self.first_difference: OperatorDifference | None = None
+        self.wrong_operators: list[OperatorDifference] = []
         self._module_paths = paths = ["the model"]
         self._handles = []
         for name, module in model.named_modules():
@@ -366,12 +366,12 @@ class OperatorCheckMode(TorchDispatchMode):
     def _record_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
         found = str(operator), place, max(map(compute_relative_difference, wanted, got))
-        self.unequal = self.unequal or found
+        self.first_difference = self.first_difference or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
             best[:] = map(_clamp_where_both_are_huge, exact, wanted)
         if not all(map(is_close_to_float32, wanted, got, best)):
-            self.wrong.append(found)
+            self.wrong_operators.append(found)
 
 
 def _clamp_where_both_are_huge(x: Tensor, other: Tensor) -> Tensor:

@@ -140,41 +140,43 @@ class VerificationRuns:
     def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
         self._generator = torch.Generator().manual_seed(seed)
-        self.plain = run_float32_step(model, batch, loss)
-        self._exact = functools.cache(lambda: run_float64_step(model, batch, loss, self.plain))
-        self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
+        self.float32_results = run_float32_step(model, batch, loss)
+        self._get_float64_results = functools.cache(lambda: run_float64_step(model, batch, loss, self.float32_results))
+        self.difference_by_result = {name: 0.0 for name, value in self.float32_results.items() if value is not None}
         # What differs by more than another order of sums explains, in words, each once.
         self.wrong: dict[str, None] = {}
         # Of the gradient sites, in the first run's order.
-        self._keys: list[str] = []
+        self._site_keys: list[str] = []
 
     def compare_with_float32(
         self, found: StepResults, where: str = "", plain: StepResults | None = None, step: int = 1
     ) -> None:
         """Compare a run with plain float32's: that of the first step, or one that is given."""
-        plain, exact = plain or self.plain, self._exact
-        if plain is not self.plain:
+        plain, exact = plain or self.float32_results, self._get_float64_results
+        if plain is not self.float32_results:
             exact = functools.cache(lambda: run_float64_step(self._model, self._batch, self._loss, plain, step))
         for name, wanted, got in pair_results_by_name(plain, found):
             off = measure_result_difference(wanted, got)
-            if off or name in self.off:
-                self.off[name] = max(self.off.get(name, 0.0), off)
+            if off or name in self.difference_by_result:
+                self.difference_by_result[name] = max(self.difference_by_result.get(name, 0.0), off)
             if off and not is_close_to_float32(wanted, got, (exact() or {}).get(name)):
                 self.wrong[f"{name}{where}"] = None
 
     def make_verification(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
         own = {
-            name: _get_parameter_name_of_result(name) for name in self.off if name.startswith(GRADIENT_RESULT_PREFIX)
+            name: _get_parameter_name_of_result(name)
+            for name in self.difference_by_result
+            if name.startswith(GRADIENT_RESULT_PREFIX)
         }
         return Verification(
             technique=technique,
-            gradients={name: self.off[result] for result, name in own.items()},
-            values={name: off for name, off in self.off.items() if name not in own},
+            gradients={name: self.difference_by_result[result] for result, name in own.items()},
+            values={name: off for name, off in self.difference_by_result.items() if name not in own},
             wrong=list(self.wrong),
             unused=[
                 _get_parameter_name_of_result(name)
-                for name, value in select_gradient_results(self.plain).items()
+                for name, value in select_gradient_results(self.float32_results).items()
                 if value is None
             ],
             trials=trials,
@@ -203,8 +205,10 @@ class VerificationRuns:
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheckMode(other)
             self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
-            self.wrong |= dict.fromkeys(f"operator {operator} in {place}" for operator, place, _ in check.wrong)
-            wrong, unequal = wrong + check.wrong, unequal or check.unequal
+            self.wrong |= dict.fromkeys(
+                f"operator {operator} in {place}" for operator, place, _ in check.wrong_operators
+            )
+            wrong, unequal = wrong + check.wrong_operators, unequal or check.first_difference
             counts.update(fallbacks(other))
         left_out, first = "eight-bit products" if recipe.matmul else None, wrong[0] if wrong else unequal
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
@@ -218,7 +222,7 @@ class VerificationRuns:
         """
         baseline = self._run_scaled_step({})
         self.compare_with_float32(baseline)
-        keys = self._keys
+        keys = self._site_keys
         for exponent in (MIN_EXPONENT, MAX_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
             found = self._run_scaled_step({GLOBAL_SITE_KEY: exponent})
@@ -247,14 +251,14 @@ class VerificationRuns:
         scaler = self._make_scaler(ours, merged)
         (binade,) = self.draw_random_integers(MIN_EXPONENT, -MIN_EXPONENT - 1, 1)
         for step in range(1, _STEPS_OF_REPLAY_CHECK + 1):
-            drawn = self._draw_exponents([key for key in (GLOBAL_SITE_KEY, *self._keys) if key not in merged])
+            drawn = self._draw_exponents([key for key in (GLOBAL_SITE_KEY, *self._site_keys) if key not in merged])
             drawn[GLOBAL_SITE_KEY] = MAX_EXPONENT if step % 2 else MIN_EXPONENT
             scaler.set_exponents(drawn)
             # What is measured is watched.
-            scaler._controller.backward.measuring = False
+            scaler._controller.backward.is_measuring = False
             # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
             # there is: of two steps one at least then has exponents that are not what they are meant for.
-            scaler._controller.sites.global_site.loss_binade = binade + step
+            scaler._controller.sites.global_site.reference_binade = binade + step
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)
@@ -269,13 +273,13 @@ class VerificationRuns:
         scaler = self._make_scaler(model, merged)
         scaler.set_exponents(exponents)
         run = run_one_step(model, self._batch, self._loss, scaler.scale)
-        self._keys = self._keys or [row.site for row in scaler.sites() if row.site != GLOBAL_SITE_KEY]
+        self._site_keys = self._site_keys or [row.site for row in scaler.sites() if row.site != GLOBAL_SITE_KEY]
         return self._unscale_gradients(run, scaler)
 
     def _make_scaler(self, model: nn.Module, merged: Sequence[str]) -> AdaptiveGradScaler:
         """Return a scaler of a copy that knows the sites before its first forward pass."""
         scaler = AdaptiveGradScaler(model, init_scale=1.0, float32_outputs=False)
-        for key in self._keys:
+        for key in self._site_keys:
             scaler._controller.sites.get_or_create_site(key)
         scaler.merge_into_global_site(*merged, reason="not exact by itself")
         return scaler

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..formats import BlockFormat
 from ..formats._block import ScaleRounding
 from ..kernels import address, check_bits, note_fallback, run_chunks
-from ..kernels._device_function import ElementRecording, PointerTableFunction, bind_names
+from ..kernels._device_function import ElementTraceBuilder, PointerTableFunction, bind_free_variables
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import block_largest
 from ..kernels.vector._machine_function import Kernel, get_array_address
@@ -247,7 +247,7 @@ def record_block_kernel(
     layout = get_word_layout(dtype)
     names = make_target_constants(target.element, layout).words
     first, count = 2 * len(names), 2 * len(names) + len(BLOCK_WORD_NAMES)
-    element = ElementRecording(2, count, f"w{layout.width}")
+    element = ElementTraceBuilder(2, count, f"w{layout.width}")
     i, (source, goal), words = element.index, element.arrays, element.constants
     c, d = name_words(names, words), name_words(names, words[len(names) :])
     pieces = choose_container_functions(dtype, dtype.itemsize == 2 and has_inexact_16_bit_results(target))
@@ -255,14 +255,14 @@ def record_block_kernel(
     if rounds:
         of_block = name_words(BLOCK_WORD_NAMES, words[first:])
         of_block = compute_tensor_scale_constants(of_block) if scales_by_amax else of_block
-        rounded = bind_names(round_block_element, choose_block_functions(target, layout))
-        pieces["store"](goal, i, rounded(w, draw_first_word(*element.stream_inputs), c, d, of_block))
+        rounded = bind_free_variables(round_block_element, choose_block_functions(target, layout))
+        pieces["store"](goal, i, rounded(w, draw_first_word(*element.random_stream_inputs), c, d, of_block))
     else:
         largest = block_largest(bit_and(w, c.magnitude))
         element.trace.emit_total("max", select(largest < c.infinity, largest, 0))
     return get_shared_table(
         PointerTableFunction(
-            element.trace, 2, count, get_stream_position_trace(), int(WEYL_STEP), target.block, partial=True
+            element.trace, 2, count, get_stream_position_trace(), int(WEYL_STEP), target.block, has_partial_blocks=True
         )
     )
 

@@ -24,18 +24,18 @@ from ..kernels import (
     select_engine,
 )
 from ..kernels._device_function import (
-    RANDOM_STREAM_INPUTS,
-    STREAMING_STORE_ALIGNMENT,
-    ElementRecording,
+    RANDOM_STREAM_INPUT_NAMES,
+    STREAMING_STORE_ALIGNMENT_BYTES,
+    ElementTraceBuilder,
     PointerTableFunction,
-    bind_names,
+    bind_free_variables,
 )
 from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load16, load32, load64, shr, store16, store32, store64
-from ..kernels._threads import count_threads, flushes_subnormals
+from ..kernels._threads import count_kernel_threads, flushes_subnormals
 from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, get_array_address
-from ..kernels.vector._table_loop import compile_row_kernel
+from ..kernels.vector._table_loop import compile_single_row_kernel
 from . import _device_functions as p
 from ._modes import get_rounding
 from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, get_stream_position_trace, random_words
@@ -73,13 +73,13 @@ def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = F
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     layout, pieces = get_word_layout(dtype), choose_container_functions(dtype)
     known = make_target_constants(target, layout)
-    element = ElementRecording(2, len(known.words), f"w{layout.width}")
+    element = ElementTraceBuilder(2, len(known.words), f"w{layout.width}")
     i, (source, goal), words = element.index, element.arrays, name_words(known.words, element.constants)
-    rounded = bind_names(p.round_word, choose_mode_functions(target, known))
-    pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream_inputs), words))
+    rounded = bind_free_variables(p.round_word, choose_mode_functions(target, known))
+    pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.random_stream_inputs), words))
     start = get_stream_position_trace()
     return get_shared_table(
-        PointerTableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams)
+        PointerTableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), uses_nontemporal_stores=streams)
     )
 
 
@@ -93,7 +93,7 @@ _TABLE_BY_KEY: dict[str, PointerTableFunction] = {}
 
 def get_shared_table(table: PointerTableFunction) -> PointerTableFunction:
     """Return the first table of these instructions: targets that differ in constants alone share their kernels."""
-    return _TABLE_BY_KEY.setdefault(table.make_key(), table)
+    return _TABLE_BY_KEY.setdefault(table.make_cache_key(), table)
 
 
 def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, Callable]:
@@ -170,9 +170,9 @@ def run_table_on_tensors(
     signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
     given: dict[Any, Any] = {("constant", k): word for k, word in enumerate(signed.tolist())}
     if mode == "stochastic":
-        given |= dict(zip(RANDOM_STREAM_INPUTS, compute_stream_counters(key, index)))
+        given |= dict(zip(RANDOM_STREAM_INPUT_NAMES, compute_stream_counters(key, index)))
     out = torch.empty_like(x)
-    run_trace_on_tensors(table.trace, [x, out], given, block=table.block)
+    run_trace_on_tensors(table.trace, [x, out], given, block=table.block_size)
     return out
 
 
@@ -343,17 +343,17 @@ def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = Fa
 
 @cache
 def _compile_kernel(table: PointerTableFunction) -> Kernel:
-    return compile_row_kernel("quantize", table)
+    return compile_single_row_kernel("quantize", table)
 
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
     kernel, words, size, target, dtype, _ = plan
-    if count * size >= LEAST_STREAMED_BYTES and goal != source and goal % STREAMING_STORE_ALIGNMENT == 0:
+    if count * size >= LEAST_STREAMED_BYTES and goal != source and goal % STREAMING_STORE_ALIGNMENT_BYTES == 0:
         kernel = prepare_rounding_plan(target, dtype, True).kernel
     number, lengths, table = _make_chunk_table(count)
     key -= key >> 63 << 64
-    if (count < MOST_SERIAL_ELEMENTS or count_threads() == 1) and not flushes_subnormals():
+    if (count < MOST_SERIAL_ELEMENTS or count_kernel_threads() == 1) and not flushes_subnormals():
         kernel.run(kernel.pack(0, number, table, words, 0, key, source, goal))
     else:
         run_chunks(kernel, lengths, table, words, 0, key, source, goal)

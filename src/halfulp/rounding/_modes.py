@@ -11,7 +11,7 @@ import torch
 
 from .._names import read_own_docstring, register_entry
 from ..kernels import Traced
-from ..kernels._device_function import ElementRecording, call_users_function
+from ..kernels._device_function import ElementTraceBuilder, call_users_function
 
 RoundingClass = TypeVar("RoundingClass", bound="type[Rounding]")
 
@@ -191,7 +191,7 @@ def _record_mode_decision(kind: type[Rounding]) -> tuple[object, ...]:
     """
     found: list[object] = []
     for width in ("w32", "w64"):
-        element = ElementRecording(0)
+        element = ElementTraceBuilder(0)
         given = [
             element.add_input(name, one) for name, one in zip(_GOES_AWAY_PARAMETERS, (width, width, "mask", "mask"))
         ]

@@ -12,11 +12,11 @@ from torch.compiler import is_compiling
 from ..formats import BlockFormat, Format, get
 from ..formats._block import get_format_or_block
 from ..kernels import assume_constant_result, define_operator, get_plain_address_or_zero, hide_own_frames_from_compiler
-from ..kernels._engine import allows_machine_code, choose_engine_and_reason
+from ..kernels._engine import allows_machine_code, choose_engine_and_fallback_reason
 from ..kernels._plain_memory import (
     has_operator_interceptors,
     is_non_overlapping_and_dense,
-    refuse_tensor_without_plain_memory,
+    raise_no_plain_memory,
 )
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import (
@@ -168,7 +168,9 @@ def _make_plan_without_operator(
     known = get_format_or_block(format)
     if dtype not in FLOAT_DTYPES or isinstance(known, BlockFormat):
         return None
-    if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine_and_reason("cpu")[0] != "llvm":
+    if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine_and_fallback_reason("cpu")[
+        0
+    ] != "llvm":
         return None
     target = find_target(known, rounding, overflow, dtype)
     return None if target is None or is_rounded_as_float64(target, dtype) else prepare_rounding_plan(target, dtype)
@@ -270,7 +272,7 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
     if not is_compiling() and (x.layout is not torch.strided or x.is_nested):
-        refuse_tensor_without_plain_memory(x, "x")
+        raise_no_plain_memory(x, "x")
     if x.dtype not in FLOAT_DTYPES:
         remedy = "round the parts: torch.view_as_real(x)" if x.dtype.is_complex else "convert it: x.to(torch.float32)"
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {x.dtype}: {remedy}")
@@ -354,7 +356,7 @@ _quantize_drawing = define_operator(
     "quantize_drawing(Tensor x, str target, SymInt counter) -> Tensor",
     lambda x, target, counter: _round_into_new_tensor(x, target, draw_key(), counter),
     _make_empty_result,
-    random=True,
+    is_random=True,
 )
 
 
@@ -378,5 +380,5 @@ _quantize_drawing_into = define_operator(
     "quantize_drawing_into(Tensor x, str target, SymInt counter, Tensor(a!) out) -> ()",
     lambda x, target, counter, out: _round_into(x, target, draw_key(), counter, out),
     lambda *given: None,
-    random=True,
+    is_random=True,
 )

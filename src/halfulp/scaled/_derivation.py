@@ -16,7 +16,7 @@ from ..subclass._derivation import aten, derive_common_rule, make_writing_rule, 
 from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
 from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
-from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
+from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, keep_lazy_conjugates, wrap_payload
 from ._write import refuse_vanishing_indexed_write, write_values
 
 _refuse_operator = functools.partial(refuse_operator, "ScaledTensor")
@@ -76,7 +76,7 @@ def _run_composite_formula(operator: OpOverload, *arguments: Any, **options: Any
     if not torch.is_inference_mode_enabled():
         return _run_decomposition(operator, formula, *arguments, **options)
 
-    with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
+    with torch.inference_mode(False), torch.no_grad(), keep_lazy_conjugates():
         arguments, options = tree_map_only(
             ScaledTensor, lambda x: wrap_payload(x._payload, x._scale, x.dtype, x._home), (arguments, options)
         )

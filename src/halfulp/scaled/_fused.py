@@ -34,7 +34,7 @@ from ..rounding._device_functions import (
 from . import _powers_of_two as _powers
 
 SMALLEST_SCALE, LARGEST_SCALE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE
-HUGE_SCALE, MASK_SCALE = _powers.HUGE_SCALE, _powers.MASK_SCALE
+HUGE_SCALE, MASK_SCALE_THRESHOLD = _powers.HUGE_SCALE, _powers.MASK_SCALE_THRESHOLD
 INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
 LEAST_MANTISSA_ROUNDED_UP = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
@@ -117,17 +117,19 @@ SCALE_FUNCTION_BY_MULTIPLY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
-def choose_sum_scale(scales, sign, least):
+def choose_sum_scale_and_factors(scales, sign, least):
     """Device function: the larger of two scales, but no mask's beside another and a least one, and both factors."""
     a, b = scales
     largest = take_larger_number(a, b)
-    usual = take_larger_number(select(a < MASK_SCALE, a, SMALLEST_SCALE), select(b < MASK_SCALE, b, SMALLEST_SCALE))
+    usual = take_larger_number(
+        select(a < MASK_SCALE_THRESHOLD, a, SMALLEST_SCALE), select(b < MASK_SCALE_THRESHOLD, b, SMALLEST_SCALE)
+    )
     held = take_larger_number(usual, take_smaller_number(largest, least))
     scale = select(usual == SMALLEST_SCALE, largest, held)
     return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
 
-def choose_addmm_scale(scales, beta_power, power):
+def choose_addmm_scale_and_factors(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
@@ -164,7 +166,7 @@ def add_rescaled_elements(values, factors, sign, least):
     return total, is_one_sign & (total != 0.0) & (total == total)
 
 
-def measure_element_magnitude(x):
+def compute_size_square_and_nonzero(x):
     """Device function: a finite element's size, its square in float64, and whether it is not zero."""
     size = select(abs(x) < INFINITY, abs(x), 0.0)
     wide = size.trace.emit("to_float64", (size,), None, "f64")
@@ -179,10 +181,10 @@ class FusedKernel(NamedTuple):
     # Of values, factors and numbers, in float32: an element, and whether it may not become 0.
     element_function: Callable[..., Any] | None
     # Of scales, of numbers, and of results of scales that are kept; the other results are factors.
-    operand_counts: tuple[int, int, int]
+    scale_number_and_kept_counts: tuple[int, int, int]
     payload_dtypes: tuple[torch.dtype, ...] = ()
     result_dtype: torch.dtype = torch.float32
-    keeps_nonzero: bool = False  # whether elements that say so become the smallest number instead of 0
+    rounds_underflow_to_smallest: bool = False  # whether elements that say so become the smallest number instead of 0
 
 
 _INTEGER_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -191,7 +193,7 @@ _INTEGER_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @functools.cache
 def record_scale_and_element_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces of a kernel's scales and elements, each with the instructions of its results."""
-    scales, numbers, kept = kernel.operand_counts
+    scales, numbers, kept = kernel.scale_number_and_kept_counts
     wide, found = record_function(
         lambda *x: kernel.scale_function(x[:scales], *x[scales:]), torch.float64, scales + numbers
     )
@@ -204,7 +206,7 @@ def record_scale_and_element_traces(kernel: FusedKernel) -> tuple[Trace, tuple[i
         made = kernel.element_function(values, reals[: len(found) - kept], *reals[len(found) - kept :])
         value, is_kept = made if isinstance(made, tuple) else (made, None)
         code = PAYLOAD_CODEC_BY_DTYPE[kernel.result_dtype].encode(value)
-        if kernel.keeps_nonzero:
+        if kernel.rounds_underflow_to_smallest:
             is_zero = bit_and(code, MAGNITUDE_MASK_BY_ITEMSIZE[kernel.result_dtype.itemsize]) == ONE_WORD - ONE_WORD
             code = select(is_kept & is_zero, bit_or(code, ONE_WORD), code)
         codes = (code.number,)
@@ -214,7 +216,7 @@ def record_scale_and_element_traces(kernel: FusedKernel) -> tuple[Trace, tuple[i
 def run_kernel_by_torch(kernel: FusedKernel, numbers: Sequence[float], *given: Tensor) -> list[Tensor]:
     """Return the results of a kernel's traces on payloads and scales: its payload, if any, and the kept scales."""
     scale_trace, scale_results, element_trace, element_results = record_scale_and_element_traces(kernel)
-    kept, count = kernel.operand_counts[2], len(kernel.payload_dtypes)
+    kept, count = kernel.scale_number_and_kept_counts[2], len(kernel.payload_dtypes)
     payloads, scales = given[:count], given[count:]
     wide = [torch.full((), x, dtype=torch.float64, device=given[0].device) for x in numbers]
     made, _ = run_trace_on_tensors(
@@ -266,7 +268,7 @@ _TRITON_STORE_CAST_BY_DTYPE = {
 def write_kernel_source(kernel: FusedKernel) -> str:
     """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
     scale_trace, scale_results, element_trace, element_results = record_scale_and_element_traces(kernel)
-    scales, numbers, kept = kernel.operand_counts
+    scales, numbers, kept = kernel.scale_number_and_kept_counts
     made = [f"y{k}" for k in range(len(scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
     given += [f"tl.full([], 1.0, tl.float64) * c{k}" for k in range(numbers)]
@@ -299,7 +301,9 @@ def write_kernel_source(kernel: FusedKernel) -> str:
 def record_rms_scale_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
-    measured = measure_element_magnitude(PAYLOAD_CODEC_BY_DTYPE[dtype].decode(element.emit("input", (), 0, "w32")))
+    measured = compute_size_square_and_nonzero(
+        PAYLOAD_CODEC_BY_DTYPE[dtype].decode(element.emit("input", (), 0, "w32"))
+    )
     wide, made = record_function(choose_rms_scale, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
@@ -364,33 +368,48 @@ def multiply_payload(
     """
     kernel = _make_multiplying_kernel(mode, len(scales), y.dtype, storage)
     found = _run_fused_kernel(kernel, (y,), tuple(scales), (number, factor))
-    return found[0], found[1] if kernel.operand_counts[2] else None
+    return found[0], found[1] if kernel.scale_number_and_kept_counts[2] else None
 
 
 @functools.cache
-def _make_multiplying_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
+def _make_multiplying_kernel(
+    mode: str, scale_count: int, payload_dtype: torch.dtype, result_dtype: torch.dtype
+) -> FusedKernel:
     kept = int(mode != "factor")
     return FusedKernel(
-        "finish", SCALE_FUNCTION_BY_MULTIPLY_MODE[mode], multiply_by_factors, (scales, 2, kept), (stored,), written
+        "finish",
+        SCALE_FUNCTION_BY_MULTIPLY_MODE[mode],
+        multiply_by_factors,
+        (scale_count, 2, kept),
+        (payload_dtype,),
+        result_dtype,
     )
 
 
 def add_payloads(
-    x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float = 1.0, keep: bool = False
+    x: Tensor,
+    y: Tensor,
+    x_scale: Tensor,
+    y_scale: Tensor,
+    storage: torch.dtype,
+    sign: float = 1.0,
+    avoids_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return x + sign y of an elementwise pair of payloads, under the larger scale, rounded once, and the scale.
 
-    No mask decides the scale. With `keep`, sums of numbers of one sign do not become 0.
+    No mask decides the scale. With `avoids_zero`, sums of numbers of one sign do not become 0.
     """
-    kernel = FusedKernel("add", choose_sum_scale, add_rescaled_elements, (2, 2, 1), (x.dtype, y.dtype), storage, keep)
+    kernel = FusedKernel(
+        "add", choose_sum_scale_and_factors, add_rescaled_elements, (2, 2, 1), (x.dtype, y.dtype), storage, avoids_zero
+    )
     numbers = sign, _powers.find_least_scale_beside_mask(storage)
-    payload, scale = _run_fused_kernel(kernel, (x, y), (sx, sy), numbers)
+    payload, scale = _run_fused_kernel(kernel, (x, y), (x_scale, y_scale), numbers)
     return payload, scale
 
 
-def compute_addmm_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
+def compute_addmm_scale_and_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
     """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
-    kernel = FusedKernel("affine_factors", choose_addmm_scale, None, (3, 2, 3))
+    kernel = FusedKernel("affine_factors", choose_addmm_scale_and_factors, None, (3, 2, 3))
     return _run_fused_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
 
 
@@ -420,7 +439,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
     return _launch_or_run_by_torch(("level", y.dtype, storage), build, launch_kernels, compute_by_torch, (y,), ())[0]
 
 
-def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
+def has_equal_or_repeating_layout(x: Tensor, y: Tensor) -> bool:
     """Return whether two payloads lie alike, or the second repeats along the first."""
     if x.shape == y.shape:
         return x.stride() == y.stride() and is_non_overlapping_and_dense(x)
@@ -436,7 +455,10 @@ def _run_fused_kernel(
 
     def launch_kernels(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
         dense = [_get_dense_kernel_array(x) for x in given[: len(payloads)]]
-        made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
+        made = [
+            torch.empty((), dtype=torch.float32, device=given[0].device)
+            for _ in range(kernel.scale_number_and_kept_counts[2])
+        ]
         constants = *given[len(payloads) :], *made, *numbers
         if not dense:
             module["kernel"][(1,)](*constants, **COMPILE_OPTIONS)
@@ -485,7 +507,7 @@ def _launch_or_run_by_torch(
         return launch_kernels(module, *payloads, *scales)
 
 
-def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
+def _make_self_test_inputs(payloads: tuple[Tensor, ...], scale_count: int) -> list[Tensor]:
     """Return fixed payloads of the same dtypes, the second one row where its shape is not the first's, and scales."""
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []
@@ -497,7 +519,7 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
         values.view(-1)[: len(SELF_TEST_NUMBERS)] = torch.tensor(SELF_TEST_NUMBERS, dtype=torch.float32, device="cpu")
         values = _powers.clamp_finite_values(values, torch.finfo(x.dtype).max)
         found.append((values.flip(-1) if found else values).to(x.dtype))
-    powers = (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
+    powers = (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scale_count]
     return found + [torch.full((), power, dtype=torch.float32, device="cpu") for power in powers]
 
 

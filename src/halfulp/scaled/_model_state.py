@@ -121,13 +121,13 @@ def _join_values_and_scale(state_dict: Mapping[str, Any], name: str, dtype: torc
 register_layout(
     StateDictLayout(
         ScaledTensor,
-        key="halfulp_scaled",
+        metadata_key="halfulp_scaled",
         version=STATE_DICT_LAYOUT_VERSION,
-        what="scaled tensors",
-        suffix=re.compile(r"\.payload_scale$"),
+        description="scaled tensors",
+        auxiliary_suffix=re.compile(r"\.payload_scale$"),
         # The values under the parameter's own name, for every loader, and the scale of their payload.
-        entries=lambda name, value: {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale},
-        fitting=_read_parameter_entries,
+        make_entries=lambda name, value: {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale},
+        read_tensor=_read_parameter_entries,
     )
 )
 

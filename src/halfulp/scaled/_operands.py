@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
+from ..subclass._rule_table import find_outlier_mask, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._powers_of_two import LEAST_OUTLIER_CLAMP_LIMIT
@@ -47,9 +47,9 @@ from ._scaled_tensor import (
 )
 
 
-def make_scaled_tensor(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Return float32 payload values and a scale as a tensor of a storage and a logical dtype."""
-    return wrap_payload(round_to_storage(values, storage), scale, dtype)
+def wrap_rounded_payload(payload: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    """Return a float32 payload and a scale as a tensor of a storage and a logical dtype."""
+    return wrap_payload(round_to_storage(payload, storage), scale, dtype)
 
 
 # Between which a payload's largest magnitude neither overflows nor leaves others without digits.
@@ -59,31 +59,31 @@ _ACCEPTED_AMAX_RANGE_BY_STORAGE = {
 }
 
 
-def fit_scaled_tensor(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def fit_payload(payload: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Make a scaled tensor, its scale moved where the largest value overflows or would lose digits."""
     # Where values cannot be looked at the scale stays, and they saturate or vanish.
-    if storage in FULL_RANGE_STORAGES or not values.numel() or not _powers.has_readable_values(values):
-        return make_scaled_tensor(values, scale, storage, dtype)
-    least, most = torch.aminmax(values)
+    if storage in FULL_RANGE_STORAGES or not payload.numel() or not _powers.has_readable_values(payload):
+        return wrap_rounded_payload(payload, scale, storage, dtype)
+    least, most = torch.aminmax(payload)
     low, high, (lowest, largest) = least.item(), most.item(), _ACCEPTED_AMAX_RANGE_BY_STORAGE[storage]
     if lowest <= max(-low, high) <= largest or low == high == 0.0:
-        return wrap_payload(values.to(storage), scale, dtype)
-    amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
+        return wrap_payload(payload.to(storage), scale, dtype)
+    amax = torch.nan_to_num(payload, 0.0, 0.0, 0.0).abs().amax()
     power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
     if 0.0 < amax.item() < lowest:
         power = _powers.round_to_power(amax)
     total, rest = _powers.multiply_scales(scale, power)
-    return make_scaled_tensor(_powers.multiply_by_power(values / power, rest), total, storage, dtype)
+    return wrap_rounded_payload(_powers.multiply_by_power(payload / power, rest), total, storage, dtype)
 
 
 def move_power_to_scale(
-    payload: Tensor, scale: Tensor, level: Tensor, storage: torch.dtype, dtype: torch.dtype
+    payload: Tensor, scale: Tensor, power: Tensor, storage: torch.dtype, dtype: torch.dtype
 ) -> ScaledTensor:
-    """Make a scaled tensor of a payload under a scale: a power of two, its level, goes from payload to scale."""
+    """Make a scaled tensor of a payload under a scale: a power of two goes from payload to scale."""
     if _powers.has_fused_kernels(payload):
-        return wrap_payload(*fused.multiply_payload(payload, (scale, level), storage, "levelled"), dtype)
-    total, rest = _powers.multiply_scales(scale, level)
-    return fit_scaled_tensor(_powers.multiply_by_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
+        return wrap_payload(*fused.multiply_payload(payload, (scale, power), storage, "levelled"), dtype)
+    total, rest = _powers.multiply_scales(scale, power)
+    return fit_payload(_powers.multiply_by_power(payload.to(torch.float32) / power, rest), total, storage, dtype)
 
 
 def bring_payload_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
@@ -111,7 +111,7 @@ def raise_underflows_to_smallest(x: ScaledTensor, exact: Tensor) -> ScaledTensor
 
 def round_second_moment_above_zero(total: ScaledTensor, x: ScaledTensor, squares: ScaledTensor) -> ScaledTensor:
     """Return total = x + squares in x's storage, without sums of positive numbers that become 0: divisors."""
-    rounded = fit_scaled_tensor(get_float32_payload(total), total._scale, x._payload.dtype, total.dtype)
+    rounded = fit_payload(get_float32_payload(total), total._scale, x._payload.dtype, total.dtype)
     before, added = get_float32_payload(x), get_float32_payload(squares)
     return raise_underflows_to_smallest(
         rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0)
@@ -120,14 +120,14 @@ def round_second_moment_above_zero(total: ScaledTensor, x: ScaledTensor, squares
 
 def encode_plain_tensor(
     values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None
-):
+) -> ScaledTensor:
     """Encode a plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
     scale = measure_rms_scale(values, storage) if scale is None else scale
     wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
     value = _powers.read_scale(scale)
     payload = wide / (scale.to(wide.dtype) if value is None else value)
-    return make_scaled_tensor(payload, scale, storage, dtype)
+    return wrap_rounded_payload(payload, scale, storage, dtype)
 
 
 def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
@@ -144,7 +144,7 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     if isinstance(x, complex):
         raise ComplexOperandError
     value = float(x)
-    scale = 1.0 if value else _powers.ZERO_SCALE
+    scale = 1.0 if value else _powers.SCALE_OF_ZEROS
     if value and abs(value) < float("inf"):
         scale = _powers.round_number_to_power(abs(value))
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
@@ -165,7 +165,7 @@ def split_off_power_of_two(value: Any) -> tuple[Any, float]:
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
-    power = _powers.round_number_to_power(abs(value)) if value else _powers.ZERO_SCALE
+    power = _powers.round_number_to_power(abs(value)) if value else _powers.SCALE_OF_ZEROS
     return value / power, power
 
 
@@ -175,12 +175,12 @@ LEAST_OUTLIER = 2.0**24
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
 
 
-def has_no_outlier(x: Tensor, size: float, is_negative: bool = True) -> bool:
+def is_known_free_of_outliers(x: Tensor, outlier_magnitude: float, only_negative: bool = True) -> bool:
     """Return whether values are concrete and none is as large as what stands for infinity."""
     if not (_powers.has_readable_values(x) and not x.requires_grad and x.dtype == torch.float32 and x.numel()):
         return False
-    low, high = (bound.item() for bound in torch.aminmax(x)) if not is_negative else (x.amin().item(), 0.0)
-    return -size < low and high < size
+    low, high = (bound.item() for bound in torch.aminmax(x)) if not only_negative else (x.amin().item(), 0.0)
+    return -outlier_magnitude < low and high < outlier_magnitude
 
 
 def measure_scale_without_outliers(
@@ -188,20 +188,20 @@ def measure_scale_without_outliers(
     storage: torch.dtype,
     size: float = LEAST_OUTLIER,
     least: float = LEAST_OUTLIER_CLAMP_LIMIT,
-    is_negative: bool = True,
+    only_negative: bool = True,
     is_wide: bool = False,
     among_zeros: bool = True,
 ) -> Tensor:
     """Return the scale of a plain operand, measured without large numbers that stand for infinity.
 
-    Numbers of `size` and more, `is_negative` ones alone as masks write them, are large; they may saturate to `least` in
-    the `storage` that they meet. `is_wide`: that and what results are written into have float32's range. `among_zeros`:
-    numbers among zeros alone may be outliers.
+    Numbers of `size` and more, `only_negative` ones alone as masks write them, are large; they may saturate to `least`
+    in the `storage` that they meet. `is_wide`: that and what results are written into have float32's range.
+    `among_zeros`: numbers among zeros alone may be outliers.
     """
-    if not x.dim() or not x.numel() or has_no_outlier(x, size, is_negative):
+    if not x.dim() or not x.numel() or is_known_free_of_outliers(x, size, only_negative):
         return measure_rms_scale(x, torch.float32)
     x = x.detach()
-    large = x <= -size if is_negative else mark_outliers(x, size, among_zeros)
+    large = x <= -size if only_negative else find_outlier_mask(x, size, among_zeros)
     scale = measure_rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
@@ -269,7 +269,7 @@ def encode_ignoring_outliers(x: Any, like: ScaledTensor, factor: Any = 1.0, amon
     is_wide = storage in FULL_RANGE_STORAGES
     scale = measure_scale_without_outliers(x, storage, size, least, False, is_wide, among_zeros)
     made = encode_plain_tensor(x, torch.float32, scale)
-    if is_wide or has_no_outlier(x, _powers.HUGE_SCALE, is_negative=False):
+    if is_wide or is_known_free_of_outliers(x, _powers.HUGE_SCALE, only_negative=False):
         return made
     # Products of what saturates stay finite.
     return wrap_payload(_powers.clamp_finite_values(made._payload, _powers.HUGE_SCALE), made._scale, made.dtype)
@@ -286,9 +286,9 @@ def find_outliers(
     x = x.detach()
     if inverse:
         x = torch.where(x == 0, 0.0, x.reciprocal())
-    if has_no_outlier(x, size, is_negative=False):
+    if is_known_free_of_outliers(x, size, only_negative=False):
         return None
-    large = mark_outliers(x, size, among_zeros)
+    large = find_outlier_mask(x, size, among_zeros)
     if _powers.has_readable_values(x):
         return large if bool(large.any()) and not bool(large.all()) else None
     return large & ~large.all()
@@ -301,9 +301,9 @@ def _find_least_outlier(storage: torch.dtype, factor: Any) -> float:
     return min(size / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
 
 
-def saturate_outliers(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
+def saturate_outliers(values: Tensor, scale: Tensor, storage: torch.dtype, *outlier_masks: Tensor | None) -> Tensor:
     """Return a result's float32 payload, clamped to the storage's range where operands hold outliers."""
-    masks = [mask for mask in large if mask is not None]
+    masks = [mask for mask in outlier_masks if mask is not None]
     if storage == torch.float32 or not masks:
         return values
     limits = torch.finfo(storage)
@@ -470,14 +470,14 @@ def make_rule_with_home(operator: OpOverload) -> Callable:
     return run
 
 
-def _set_home_of_results(results: Any, home: torch.dtype, written: Container[int]) -> Any:
+def _set_home_of_results(results: Any, home: torch.dtype, written_ids: Container[int]) -> Any:
     """Give results the home, except arguments that are written: these keep their own or none."""
     if type(results) is ScaledTensor:
-        if id(results) not in written:
+        if id(results) not in written_ids:
             results._home = results._home or home
     elif isinstance(results, (list, tuple)):
         for result in results:
-            _set_home_of_results(result, home, written)
+            _set_home_of_results(result, home, written_ids)
     return results
 
 

@@ -21,9 +21,9 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 # Scales from here on may belong to numbers that stand for infinity, such as a mask's 1e38.
 HUGE_SCALE = 2.0**100
 # From here on they do where numbers cannot be looked at: they lie next to float32's largest.
-MASK_SCALE = 2.0**126
+MASK_SCALE_THRESHOLD = 2.0**126
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
-ZERO_SCALE = SMALLEST_SCALE
+SCALE_OF_ZEROS = SMALLEST_SCALE
 # The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
 LEAST_OUTLIER_CLAMP_LIMIT = 128.0
 
@@ -55,8 +55,8 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
 def round_number_to_power(value: float, rounding: PowerRounding = "nearest") -> float:
     """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> round_number_to_power(0.95), round_number_to_power(0.95, "down"), round_number_to_power(3.0)
-    (1.0, 0.5, 4.0)
+    >>> round_number_to_power(0.95), round_number_to_power(0.95, "down")
+    (1.0, 0.5)
     """
     if not value > SMALLEST_SCALE:
         return SMALLEST_SCALE
@@ -143,19 +143,21 @@ def find_least_scale_beside_mask(storage: torch.dtype) -> float:
 
 def choose_common_scale_value(values: Sequence[float], are_masks: Sequence[bool], least: float) -> float:
     """Return the largest of scales' values, but not masks' if there are others: beside one at least a `least` one."""
-    others = [value for value, is_mask in zip(values, are_masks) if value > ZERO_SCALE and not is_mask]
+    others = [value for value, is_mask in zip(values, are_masks) if value > SCALE_OF_ZEROS and not is_mask]
     return max(*others, min(least, max(values))) if others else max(values)
 
 
-def choose_common_scale(scales: Sequence[Tensor], limits: Sequence[float], least: float) -> Tensor:
+def choose_common_scale(scales: Sequence[Tensor], mask_limits: Sequence[float], least: float) -> Tensor:
     """Return the scale of `choose_common_scale_value` on tensors, where scales from a limit on are masks'."""
-    if len({scale.device for scale in scales}) == len(set(limits)) == 1 < len(scales) and is_untraced(scales[0]):
+    if len({scale.device for scale in scales}) == len(set(mask_limits)) == 1 < len(scales) and is_untraced(scales[0]):
         held = torch.stack(list(scales))
-        usual, largest = torch.where(held < limits[0], held, ZERO_SCALE).amax(), held.amax()
+        usual, largest = torch.where(held < mask_limits[0], held, SCALE_OF_ZEROS).amax(), held.amax()
     else:
-        usual = take_largest_scale(*(torch.where(s < limit, s, ZERO_SCALE) for s, limit in zip(scales, limits)))
+        usual = take_largest_scale(
+            *(torch.where(s < limit, s, SCALE_OF_ZEROS) for s, limit in zip(scales, mask_limits))
+        )
         largest = take_largest_scale(*scales)
-    scale = torch.where(usual == ZERO_SCALE, largest, torch.maximum(usual, largest.clamp(max=least)))
+    scale = torch.where(usual == SCALE_OF_ZEROS, largest, torch.maximum(usual, largest.clamp(max=least)))
     return materialize_traced_scale(scale)
 
 

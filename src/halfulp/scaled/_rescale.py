@@ -66,7 +66,7 @@ def normalize_payload(x: ScaledTensor) -> ScaledTensor:
     """Return the values under the scale that brings the payload's root mean square next to 1."""
     if not x.numel():
         return x.clone()
-    level = measure_rms_scale(x._payload, x._payload.dtype, of_zeros=1.0)
+    level = measure_rms_scale(x._payload, x._payload.dtype, scale_of_zeros=1.0)
     return move_power_to_scale(x._payload, x._scale, level, x._payload.dtype, x.dtype)
 
 

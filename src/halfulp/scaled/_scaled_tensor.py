@@ -15,9 +15,9 @@ from ..kernels import hide_own_frames_from_compiler, require_float64, to_plain_m
 from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
-    get_autograd_marks,
+    get_autograd_flags,
     refuse_mixed_classes,
-    restore_autograd_marks,
+    restore_autograd_flags,
 )
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import RuleType, is_in_quotient_formula
@@ -71,7 +71,7 @@ class ScaledTensor(CompositeTensor):
     _scale: Tensor
     _home: torch.dtype | None = None
     # Its version since `full_like` or `new_full` filled it with one large number; views share it.
-    _filled_version: int | None = None
+    _large_fill_version: int | None = None
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
@@ -120,7 +120,7 @@ class ScaledTensor(CompositeTensor):
             return find_rule(operator)(*arguments, **(options or {}))
         except ComplexOperandError:
             # On values, with plain results: complex numbers carry no scale.
-            with enable_lazy_conjugates():
+            with keep_lazy_conjugates():
                 return operator(*tree_map(decode_if_scaled, arguments), **tree_map(decode_if_scaled, options or {}))
         except (NotImplementedError, RuntimeError):
             # In place of torch's error, if an operator takes or makes tensors that are not dense.
@@ -215,7 +215,7 @@ class ScaledTensor(CompositeTensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        made: ScaledTensor = apply_conversion(self, change_scale, None, _powers.make_scale(scale, self.device))
+        made: ScaledTensor = apply_conversion(self, move_to_scale, None, _powers.make_scale(scale, self.device))
         return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -238,7 +238,7 @@ class ScaledTensor(CompositeTensor):
     def _list_plain_tensors(self) -> list[Tensor]:
         return [self._payload, self._scale]
 
-    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+    def _rebuild_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
         return wrap_payload(payload, scale, self.dtype, self._home, requires_grad)
 
@@ -260,7 +260,7 @@ class ScaledTensor(CompositeTensor):
         return f"ScaledTensor({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        payload, marks = self._payload.detach(), get_autograd_marks(self)
+        payload, marks = self._payload.detach(), get_autograd_flags(self)
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
         home = () if self._home is None else (self._home,)
@@ -294,7 +294,7 @@ class ScaledTensor(CompositeTensor):
             raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
         _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
-        self._filled_version = None
+        self._large_fill_version = None
 
     @hide_own_frames_from_compiler
     def __tensor_flatten__(self) -> tuple[list[str], DtypeStorageAndHome]:
@@ -362,13 +362,13 @@ def decode_if_scaled(x: Any) -> Any:
     return decode_values(x) if isinstance(x, ScaledTensor) else x
 
 
-def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+def move_to_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
     payload = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return wrap_payload(round_to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
-def enable_lazy_conjugates() -> AbstractContextManager[Any]:
+def keep_lazy_conjugates() -> AbstractContextManager[Any]:
     """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated."""
     # Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
     # operators make them, and their results would silently be wrong.
@@ -411,17 +411,17 @@ class _ConvertTensor(torch.autograd.Function):
     @staticmethod
     @hide_own_frames_from_compiler
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _convert_to_kind(gradient, *context.kind_of_input), *context.others
+        return _convert_to_dtype_and_storage(gradient, *context.kind_of_input), *context.others
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone() if context.kind is None else _convert_to_kind(tangent, *context.kind)
+        return tangent.clone() if context.kind is None else _convert_to_dtype_and_storage(tangent, *context.kind)
 
 
 apply_conversion: Callable[..., Any] = _ConvertTensor.apply
 
 
-def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:
+def _convert_to_dtype_and_storage(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
         return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, home=home)
@@ -469,7 +469,7 @@ def rebuild_scaled_tensor(
 ) -> ScaledTensor:
     """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name."""
     check_pickled_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
-    return restore_autograd_marks(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
+    return restore_autograd_flags(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])
@@ -557,18 +557,18 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype, scale_of_zeros: float = _powers.SCALE_OF_ZEROS) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs."""
-    # Without such values `of_zeros`.
+    # Without such values `scale_of_zeros`.
     if not values.numel():
-        return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
+        return torch.full((), scale_of_zeros, dtype=torch.float32, device=values.device)
     quick = (
         None if storage in EIGHT_BIT_DTYPES or values.dtype in EIGHT_BIT_DTYPES else _measure_rms_scale_quickly(values)
     )
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
     if values.dtype in fused.PAYLOAD_CODEC_BY_DTYPE and _powers.has_fused_kernels(values):
-        return fused.measure_rms_scale(values, storage, of_zeros)
+        return fused.measure_rms_scale(values, storage, scale_of_zeros)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
@@ -578,7 +578,7 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _p
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = _powers.round_to_power(near * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), of_zeros)
+    return torch.where(amax > 0, torch.maximum(scale, least), scale_of_zeros)
 
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:

@@ -47,7 +47,7 @@ def write_values(x: Tensor, value: Any) -> Tensor:
         same = value._payload.dtype == x._payload.dtype
         payload, scale = value._payload if same else get_float32_payload(value), value._scale
     else:
-        scale = torch.where(x._scale == _powers.ZERO_SCALE, value._scale, x._scale)
+        scale = torch.where(x._scale == _powers.SCALE_OF_ZEROS, value._scale, x._scale)
         payload = _powers.multiply_by_power(get_float32_payload(value), _powers.divide_scales(value._scale, scale))
         _check_written_value_fits(x, payload, value)
     if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:

@@ -32,34 +32,35 @@ class GuardedSink:
     >>> outlet = GuardedSink("the file", full)
     >>> with warnings.catch_warnings(record=True):
     ...     outlet.put({"step": 3})
-    >>> outlet.said
+    >>> outlet.failure
     'the file gets no more rows: it raised OSError (No space left on device) at step 3'
     """
 
     def __init__(self, name: str, write: Callable[[Row], object]) -> None:
-        self.name, self._write = name, write
-        self.said: str | None = None
+        self.name: str = name
+        self._write = write
+        self.failure: str | None = None
 
     def put(self, row: Row) -> None:
         """Write a row to the sink, unless closed; an error of the sink becomes a warning."""
-        if self.said is not None:
+        if self.failure is not None:
             return
         try:
             self._write(row)
         except Exception as error:
             reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
             at = f" at step {row['step']}" if "step" in row else ""
-            self.said = f"{self.name} gets no more rows: it raised {type(error).__name__}{reason}{at}"
+            self.failure = f"{self.name} gets no more rows: it raised {type(error).__name__}{reason}{at}"
             more = "" if reason or not str(error) else f": {error}"
             with contextlib.suppress(Warning):  # where warnings are errors the training goes on too
-                warnings.warn(f"halfulp: {self.said}{more}; the training goes on", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"halfulp: {self.failure}{more}; the training goes on", RuntimeWarning, stacklevel=2)
 
 
 class JsonLinesFile:
     """A file of rows, a JSON object per line.
 
     The file is open only while a row is written, so that a run that is killed keeps all rows of before. Rows go behind
-    those that are there, unless the first write begins the file `anew`.
+    those that are there, unless the first write is to `overwrite` it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -71,13 +72,13 @@ class JsonLinesFile:
     {"step": 50, "loss": 1.5}
     """
 
-    def __init__(self, path: str | os.PathLike[str], anew: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self.path: Path = Path(path).absolute()  # a script may change to another folder
         if self.path.suffix != ".jsonl":
             raise ValueError(
                 f"rows are written to a .jsonl file, got {str(path)!r}; pandas.read_json(..., lines=True) reads it"
             )
-        self._mode = "w" if anew else "a"
+        self._mode = "w" if overwrite else "a"
 
     def check(self) -> None:
         """Check, before any work, that rows can be appended; nothing is written."""

@@ -1,7 +1,7 @@
 """The common base of the tensor subclasses: rule tables, fallbacks, pickling, and conversion of models."""
 
 from ._derivation import find_functional_form as find_functional_form
-from ._derivation import is_written as is_written
+from ._derivation import is_written_argument as is_written_argument
 from ._rule_table import FallbackWarning as FallbackWarning
 from ._rule_table import RuleTable as RuleTable
 from ._rule_table import note_fallback as note_fallback

@@ -106,7 +106,7 @@ def _broadcast_parts(x: Any, source: int, group: str) -> Tensor:
     pieces = run_collective_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
     # A clone: a piece may start anywhere, and a view of another dtype may not.
     arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
-    made: Tensor = x._make_like(arrived, False)
+    made: Tensor = x._rebuild_like(arrived, False)
     return made
 
 

@@ -38,7 +38,9 @@ class CompositeTensor(torch.Tensor):
         def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
 
     # fully_shard asks for the first of these before it changes a parameter, and older versions for the others.
-    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(_refuse_fully_shard)
+    fsdp_pre_all_gather: property = property(_refuse_fully_shard)
+    _fsdp_orig_uid: property = fsdp_pre_all_gather
+    fsdp_post_all_gather: property = fsdp_pre_all_gather
 
     def __init_subclass__(cls) -> None:
         # torch's own makes plain memory in a worker, which would hold one component, or values without their scale.
@@ -49,7 +51,7 @@ class CompositeTensor(torch.Tensor):
         """Return the plain tensors."""
         raise NotImplementedError
 
-    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> Self:
+    def _rebuild_like(self, inner: list[Tensor], requires_grad: bool) -> Self:
         """Return a leaf made of other plain tensors, otherwise like this one."""
         raise NotImplementedError
 
@@ -110,7 +112,7 @@ class CompositeTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
         with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
-            made = self._make_like([deepcopy(part, memo) for part in self._list_plain_tensors()], self.requires_grad)
+            made = self._rebuild_like([deepcopy(part, memo) for part in self._list_plain_tensors()], self.requires_grad)
         memo[id(self)] = made
         own = self._value_attributes
         made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
@@ -146,25 +148,25 @@ def owns_all_memory(x: Tensor) -> bool:
     return x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
 
-def get_autograd_marks(x: Tensor) -> tuple[bool, bool]:
+def get_autograd_flags(x: Tensor) -> tuple[bool, bool]:
     """Return whether a leaf requires a gradient and is a parameter: what pickle stores of its autograd state."""
     if not x.is_leaf:
         raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
     return x.requires_grad, getattr(x, "_is_param", False)
 
 
-def restore_autograd_marks(x: SubclassType, requires_grad: bool, is_parameter: bool) -> SubclassType:
-    """Set the autograd marks that `get_autograd_marks` returned, and return the tensor."""
+def restore_autograd_flags(x: SubclassType, requires_grad: bool, is_parameter: bool) -> SubclassType:
+    """Set the flags that `get_autograd_flags` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True
     return x
 
 
-def check_pickled_layout(layout: int, own: int, kind: str, parts: str) -> None:
+def check_pickled_layout(version: int, supported_version: int, kind: str, parts: str) -> None:
     """Raise unless a file has the layout that this version reads; `parts` says what gives the class's plain tensors."""
-    if layout != own:
+    if version != supported_version:
         raise ValueError(
-            f"this file holds {kind}s of layout {layout}, and this version of halfulp reads layout {own}: load "
-            f"it with the version that wrote it and save {parts}, which are plain tensors"
+            f"this file holds {kind}s of layout {version}, and this version of halfulp reads layout "
+            f"{supported_version}: load it with the version that wrote it and save {parts}, which are plain tensors"
         )

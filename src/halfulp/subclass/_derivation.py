@@ -44,7 +44,7 @@ def parse_operators(names: str) -> list[OpOverload]:
     return found
 
 
-def is_written(argument: Any) -> bool:
+def is_written_argument(argument: Any) -> bool:
     """Return whether an operator writes into this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
@@ -82,7 +82,7 @@ def make_writing_rule(
     # `write` takes the arguments by name, the tensors to write into, and the results. `run_plainly` takes the operator
     # and its arguments where all targets are plain tensors.
     names = [argument.name for argument in operator._schema.arguments]
-    written_names = [argument.name for argument in operator._schema.arguments if is_written(argument)]
+    written_names = [argument.name for argument in operator._schema.arguments if is_written_argument(argument)]
     taken = [argument.name for argument in functional._schema.arguments]
 
     def run(*arguments: Any, **options: Any) -> Any:

@@ -48,7 +48,7 @@ def wants_plain_result(gradients: str, has_gradient: bool) -> bool:
 
 def wants_plain_result_from(x: Any) -> bool:
     """Return whether the gradient of a function of one MCTensor is a plain tensor."""
-    return wants_plain_result(x._gradients, x._seeds_backward or len(x._parts) == 1)
+    return wants_plain_result(x._gradients, x._is_filled_with_ones or len(x._parts) == 1)
 
 
 def is_storing_plain_gradient(gradients: str) -> bool:
@@ -105,12 +105,12 @@ setattr(torch.Tensor, _GRADIENT_CONVERSION_METHOD, _convert_plain_gradient)
 
 
 def make_differentiable(
-    operator: OpOverload, remember: Callable[..., None], backward: Callable[..., Any], tangent: Callable[..., Tensor]
+    operator: OpOverload, setup_context: Callable[..., None], backward: Callable[..., Any], jvp: Callable[..., Tensor]
 ) -> Callable[..., Any]:
     """Register the derivatives of an operator of halfulp's, and return a function that calls it."""
     # In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as
-    # an autograd function with `remember` as setup_context and `tangent` as jvp.
-    torch.library.register_autograd(operator, backward, setup_context=remember)
+    # an autograd function with `setup_context` and `jvp`.
+    torch.library.register_autograd(operator, backward, setup_context=setup_context)
 
     class OperatorUnderTransform(torch.autograd.Function):
         generate_vmap_rule = True
@@ -119,7 +119,7 @@ def make_differentiable(
         def forward(*arguments: Any) -> Any:
             return operator(*arguments)
 
-    for name, function in (("setup_context", remember), ("backward", backward), ("jvp", tangent)):
+    for name, function in (("setup_context", setup_context), ("backward", backward), ("jvp", jvp)):
         setattr(OperatorUnderTransform, name, staticmethod(function))
 
     def call(*arguments: Any) -> Any:

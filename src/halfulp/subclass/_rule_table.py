@@ -150,13 +150,13 @@ def is_in_quotient_formula() -> bool:
 _OUTLIER_GAP = 2.0**10
 
 
-def mark_outliers(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
+def find_outlier_mask(x: Tensor, least_magnitude: float, among_zeros: bool = True) -> Tensor:
     """Return where elements from a size on are outliers, which stand for infinity; nowhere if they are data."""
     # Outliers lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
     # beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
     # zeros are exact beside any number.
     magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
-    large = magnitudes >= size
+    large = magnitudes >= least_magnitude
     if not x.numel():
         return large
     others = torch.where(large, 0.0, magnitudes).amax()

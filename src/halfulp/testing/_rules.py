@@ -81,11 +81,11 @@ def check_rule(
             chance = random.Random(number)
             drawn: list[int] = []
 
-            def exponent(chance: random.Random = chance, drawn: list[int] = drawn) -> int:
+            def draw_exponent(chance: random.Random = chance, drawn: list[int] = drawn) -> int:
                 drawn.append(chance.randint(-_LARGEST_TRIED_SCALE_EXPONENT, _LARGEST_TRIED_SCALE_EXPONENT))
                 return drawn[-1]
 
-            found = _run_operator(operator, arguments, number, gradients, exponent)
+            found = _run_operator(operator, arguments, number, gradients, draw_exponent)
             scales = ", ".join(f"2^{k}" for k in drawn)
             message = f"{name}: {{}} depends on the scales: {{}}; all 1 and {scales} (seed={number})"
             _compare_runs(under_one, found, None, message)

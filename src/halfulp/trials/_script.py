@@ -48,7 +48,7 @@ class RecipeRefusal(BaseException):
 class SubstitutedOptimizer:
     """The optimizer made for a script's model, which it does not keep alive, and the steps of all optimizers."""
 
-    optimizer: Callable[[], Any] | None = None
+    optimizer_ref: Callable[[], Any] | None = None
     step_count: int = 0
 
     def count_step(self, optimizer: Any, *_: Any) -> None:
@@ -60,7 +60,7 @@ class SubstitutedOptimizer:
 
     def bytes_per_parameter(self) -> float | None:
         """Return what halfulp's optimizer takes; None without one, or where it is gone."""
-        found = None if self.optimizer is None else self.optimizer()
+        found = None if self.optimizer_ref is None else self.optimizer_ref()
         return found.bytes_per_parameter() if isinstance(found, optim.Optimizer) else None
 
 
@@ -88,7 +88,7 @@ def substitute_optimizers(recipe: Recipe) -> Iterator[SubstitutedOptimizer]:
             kind.__init__ = init
 
 
-def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, done: SubstitutedOptimizer) -> Any:
+def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, substituted: SubstitutedOptimizer) -> Any:
     """Return a constructor that converts the model first; a narrow recipe's optimizer becomes halfulp's on the way.
 
     The constructor is replaced, and not the class, which a script may have imported before; subclasses stay theirs.
@@ -100,7 +100,7 @@ def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, done: Substitu
         if type(optimizer) is not kind:
             init(optimizer, *args, **options)
             return
-        if done.optimizer is not None:
+        if substituted.optimizer_ref is not None:
             raise RecipeRefusal(f"it makes several optimizers; {_REPLACED_OPTIMIZERS_HINT}")
         given = dict(inspect.signature(init).bind(optimizer, *args, **options).arguments)
         groups = _list_param_groups(given.pop("params"))
@@ -125,7 +125,7 @@ def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, done: Substitu
             raise RecipeRefusal(" ".join(str(error).split())) from error
         if not recipe.is_narrow:
             init(optimizer, groups, **given)
-        done.optimizer = weakref.ref(optimizer)
+        substituted.optimizer_ref = weakref.ref(optimizer)
 
     return convert_and_init
 
@@ -186,7 +186,7 @@ class ScriptRun:
         return [point for point in points if math.isfinite(point[1])]
 
 
-def run_worker() -> None:
+def run_script_worker() -> None:
     """Run `[recipe, result file, script, *arguments]` of sys.argv and write the `ScriptRun` as JSON."""
     load_inherited_extensions()
     recipe, result, script, *arguments = sys.argv[1:]
@@ -196,7 +196,7 @@ def run_worker() -> None:
             substitute_optimizers(recipes.get(recipe)) as done,
             listen_to_backward_losses(lambda loss: losses.append(float(loss))),
         ):
-            ending = run_script(script, arguments, passing=RecipeRefusal)
+            ending = run_script(script, arguments, reraised=RecipeRefusal)
     except RecipeRefusal as refusal:
         run = ScriptRun(failure=f"could not be used: {refusal}")
     else:
@@ -205,7 +205,7 @@ def run_worker() -> None:
             why = f"{ending.reason} with exit code {ending.code}, see above"
         elif not losses:
             why = "called no backward of a loss"
-        elif done.optimizer is None:
+        elif done.optimizer_ref is None:
             why = f"made no optimizer to replace; {_REPLACED_OPTIMIZERS_HINT}"
         elif not done.step_count:
             why = "never stepped its optimizer"
@@ -293,7 +293,7 @@ def compare_script(
 def _run_script_under_recipe(script: str, arguments: Sequence[str], recipe: str) -> ScriptRun:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        code = f"from {__name__} import run_worker; run_worker()"
+        code = f"from {__name__} import run_script_worker; run_script_worker()"
         command = [sys.executable, "-c", code, recipe, str(result), script, *arguments]
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         if result.exists() and ended >= 0:

@@ -89,8 +89,8 @@ def test_each_way_is_taken(dtype, monkeypatch, seed):
     for data, wanted in ((near, [first]), (far, [first, second][: 1 + (reach > 1)]), (special, [first, second])):
         tables.clear()
         kernels.sum_rows(data.to(dtype), None, None)
-        assert [len(table.trace.sums) - 2 for table in tables if table.block] == wanted
-    assert len([table for table in tables if not table.block]) == 4  # parts twice, lost elements, the words
+        assert [len(table.trace.sums) - 2 for table in tables if table.block_size] == wanted
+    assert len([table for table in tables if not table.block_size]) == 4  # parts twice, lost elements, the words
 
 
 @pytest.mark.parametrize("product", [False, True], ids=["sum", "dot"])

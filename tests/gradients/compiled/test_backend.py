@@ -14,7 +14,7 @@ from halfulp.gradients._compiled_backend import make_torch_compile_backend, plan
 from halfulp.gradients._policy import get_policy
 from halfulp.gradients._site import GLOBAL_SITE_KEY, Sites
 from halfulp.gradients.eager._attach import attach_scaler
-from halfulp.gradients.eager._backward import Backward
+from halfulp.gradients.eager._backward import BackwardHooks
 from halfulp.kernels import same_bits
 from halfulp.rounding import Nearest
 
@@ -46,17 +46,17 @@ SITES = [
 ]
 
 
-def _watched(model: nn.Module, exponent: int = 0) -> Backward:
-    backward = Backward(Sites(exponent), get_policy("amax"), None, Nearest())
+def _watched(model: nn.Module, exponent: int = 0) -> BackwardHooks:
+    backward = BackwardHooks(Sites(exponent), get_policy("amax"), None, Nearest())
     attach_scaler(model, backward, wide=None, prefix="")
     return backward
 
 
-def _compiled(model: nn.Module, backward: Backward, name: str = "aot_eager", **given):
+def _compiled(model: nn.Module, backward: BackwardHooks, name: str = "aot_eager", **given):
     return torch.compile(model, backend=make_torch_compile_backend(backward, name), **given)
 
 
-def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | None = None) -> dict:
+def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: BackwardHooks | None = None) -> dict:
     """The gradients, in true units, of a loss that a scaler scales."""
     for p in model.parameters():
         p.grad = None
@@ -72,12 +72,14 @@ def _same(found: dict, expected: dict) -> bool:
     return found.keys() == expected.keys() and all(same_bits(found[name], expected[name]) for name in found)
 
 
-def _shuffle(backward: Backward) -> None:
+def _shuffle(backward: BackwardHooks) -> None:
     for site in backward.sites.values():
         site.exponent = random.randint(-12, 24)
 
 
-def _exact(make: Callable[[], Case], compiler: str, seed: int, times: int, reference: str | None = None) -> Backward:
+def _exact(
+    make: Callable[[], Case], compiler: str, seed: int, times: int, reference: str | None = None
+) -> BackwardHooks:
     """The gradients of one architecture under random exponents, against those of the same compiler without.
 
     ``reference``: another compiler in its place.
@@ -148,7 +150,7 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
         backward = _watched(case.model)
         model = _compiled(case.model, backward) if compiled else case.model
         _backpropagate(case.loss(model(*case.batch)), case.model, backward)
-        keys.append([site.key for site in backward.reached])
+        keys.append([site.key for site in backward.reached_sites])
         _check_edges(backward, compiled)
     assert len(keys[1]) >= least
     embeddings = {name for name, module in case.model.named_modules() if isinstance(module, nn.Embedding)}
@@ -171,7 +173,7 @@ def test_a_graph_without_sources_is_planned_by_the_model_alone():
     backward = _watched(model)
     graph.output(graph.placeholder("weight"))
     module = torch.fx.GraphModule(nn.Module(), graph)
-    assert plan_sites(module, [model.weight], backward).parameter_inputs == (True,)
+    assert plan_sites(module, [model.weight], backward).is_parameter_by_input == (True,)
 
 
 class Adapted(nn.Module):
@@ -207,31 +209,35 @@ def test_inductor_keeps_no_graph_in_its_caches(seed):
     assert not [name for name in counters["inductor"] if name.startswith("fxgraph_cache")]
 
 
-def _check_edges(backward: Backward, compiled: bool) -> None:
+def _check_edges(backward: BackwardHooks, compiled: bool) -> None:
     """Edges, by which the sites behind an overflow are told from the one that made it, are the ways from the loss."""
     edges, reached, todo = set(backward.edge_hooks), set(), [backward.sites.global_site]
     while todo:
         site = todo.pop()
         reached.add(site)
         todo += [reader for reader, passing in edges if passing is site and reader not in reached]
-    assert len(backward.reached) >= 2
+    assert len(backward.reached_sites) >= 2
     if not compiled:
-        assert set(backward.reached) <= reached
+        assert set(backward.reached_sites) <= reached
     # In a graph, gradients that reach parameters alone keep the global exponent and cross no edge.
-    moved = {(target, source) for _, pairs in backward.edges_by_text.values() for source, target in pairs}
+    moved = {(target, source) for _, pairs in backward.edges_by_json.values() for source, target in pairs}
     assert moved == (edges if compiled else set())
     assert len(reached) >= 2
 
 
 def test_each_of_several_models_has_sites_of_its_own(seed):
-    models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax"), None, Nearest()), torch.randn(5, 6)
+    models, backward, x = (
+        [_mlp(), _mlp()],
+        BackwardHooks(Sites(0), get_policy("amax"), None, Nearest()),
+        torch.randn(5, 6),
+    )
     for i, model in enumerate(models):
         attach_scaler(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
     loss = sum(one(x).square().sum() for one in compiled)
     loss.register_hook(lambda _: backward.activate_edge_hooks(()))
     loss.backward()
-    assert {site.key for site in backward.reached} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
+    assert {site.key for site in backward.reached_sites} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
 
 
 def test_exponents_do_nothing_without_a_scaled_loss(seed):
@@ -243,7 +249,7 @@ def test_exponents_do_nothing_without_a_scaled_loss(seed):
     _shuffle(backward)
     found = torch.autograd.grad(compiled(x).square().sum(), [x, *model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not backward.active
+    assert not backward.is_active
 
 
 def test_exponents_that_change_between_forward_and_backward(seed):
@@ -304,13 +310,13 @@ def test_readings_are_those_of_the_eager_front_end(seed):
         run = _compiled(model, backward) if compiled else model
         _backpropagate(run(x).square().sum(), model, backward)
         _shuffle(backward)
-        backward.measuring = False
+        backward.is_measuring = False
         _backpropagate(run(x).square().sum(), model, backward)
-        backward.measuring = True
+        backward.is_measuring = True
         backward.measurements.read_flags_and_measurements([])
         _backpropagate(run(x).square().sum(), model, backward)
         rows = backward.measurements.read_flags_and_measurements([])[1]
-        read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.elements > 16})
+        read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.element_count > 16})
         del model.forward
     kinds = {(key, kind) for key in ("0", "2", "4") for kind in ("passed", "weight")} - {("0", "passed")}
     assert kinds <= read[1].keys()
@@ -323,12 +329,12 @@ def test_nothing_is_measured_unless_asked(seed):
     backward = _watched(model)
     compiled = _compiled(model, backward)
     for measuring in (False, True):
-        backward.measuring = measuring
+        backward.is_measuring = measuring
         _backpropagate(compiled(torch.randn(5, 6)).sum(), model, backward)
-        assert bool(backward.measurements.unread) is measuring
+        assert bool(backward.measurements.unread_statistics) is measuring
     backward.measurements.read_flags_and_measurements([])
     compiled(torch.randn(5, 6)).sum().backward()
-    assert not backward.measurements.unread
+    assert not backward.measurements.unread_statistics
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -357,7 +363,7 @@ def test_a_whole_model_under_a_checkpoint(seed):
     for _ in range(2):
         assert _same(_backpropagate(compiled(x), model, backward), expected)
         _shuffle(backward)
-    assert len(backward.reached) > 1
+    assert len(backward.reached_sites) > 1
 
 
 def build_copy(model: nn.Module) -> nn.Module:
@@ -376,7 +382,7 @@ def test_a_model_compiled_by_another_backend_is_refused(name, seed):
 
 
 def test_a_model_compiled_by_the_backend_of_another_scaler_is_refused(seed):
-    model, other = _mlp(), Backward(Sites(0), get_policy("amax"), None, Nearest())
+    model, other = _mlp(), BackwardHooks(Sites(0), get_policy("amax"), None, Nearest())
     _watched(model)
     with pytest.raises(ValueError, match="of the same scaler"):
         torch.compile(model, backend=make_torch_compile_backend(other, "aot_eager"))(torch.randn(5, 6))
@@ -468,7 +474,7 @@ def test_input_gradients_are_at_the_global_exponent(seed):
 
 
 def test_names_of_backends(seed):
-    backward = Backward(Sites(0), get_policy("amax"), None, Nearest())
+    backward = BackwardHooks(Sites(0), get_policy("amax"), None, Nearest())
     with pytest.raises(ValueError, match="one of inductor, aot_eager, got 'eager'"):
         make_torch_compile_backend(backward, "eager")
 

@@ -113,7 +113,7 @@ def test_evaluation_leaves_no_trace(context, seed):
     assert torch.equal(out, wanted)
     assert not vars(out)
     assert list(scaler._controller.sites) == ["global"]
-    assert not scaler._controller.backward.forwards
+    assert not scaler._controller.backward.forward_count
     assert_nothing_is_left()
 
 
@@ -177,7 +177,7 @@ def test_a_custom_function_that_comes_late_is_watched(kind, measured, seed):
     scaler = watched(model, run)
     backward = scaler._controller.backward
     for function in (None, None, None, LATE[kind]):
-        backward.measuring = measured
+        backward.is_measuring = measured
         model.function = function
         clear(model)
         if function is not None and measured and kind in ("in place", "into a view"):

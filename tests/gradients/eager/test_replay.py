@@ -23,7 +23,7 @@ def unmeasured(scaler, run, model):
     clear(model)
     backward = scaler._controller.backward
     backward.end_iteration()
-    backward.measuring = False
+    backward.is_measuring = False
     scaler.scale(run()).backward()
 
 
@@ -43,7 +43,7 @@ def test_random_exponents_change_no_bit(name, seed):
         assert_same(
             {key: gradient * (1 / scaler.get_scale()) for key, gradient in gradients(case.model).items()}, wanted
         )
-        orders.append(list(scaler._controller.backward.reached))
+        orders.append(list(scaler._controller.backward.reached_sites))
         scramble(scaler)
     assert orders[-1] == orders[-2]
 
@@ -101,10 +101,10 @@ def test_regions_see_measured_iterations_only_once_the_graph_is_known(seed, monk
     assert not seen
     clear(model)
     scaler._controller.backward.end_iteration()
-    scaler._controller.backward.measuring = True
+    scaler._controller.backward.is_measuring = True
     scaler.scale(mean_square(model(x))).backward()
     assert len(seen) == 1
-    assert scaler._controller.backward.measurements.unread
+    assert scaler._controller.backward.measurements.unread_statistics
 
 
 def test_a_graph_that_was_not_expected_has_right_gradients_and_is_learned(seed, monkeypatch):
@@ -141,7 +141,7 @@ def test_what_a_loss_reads_besides_the_output_has_one_scale_and_is_refused_the_n
         return mean_square(model(x)) + mean_square(model.features)
 
     exact(scaler, run, model, seed)
-    assert scaler._controller.backward.second_order
+    assert scaler._controller.backward.uses_one_scale
     with pytest.raises(ValueError, match="is read outside"):
         unmeasured(scaler, lambda: run(model), model)
 
@@ -156,7 +156,7 @@ def test_a_loss_that_reads_the_inside_of_the_first_of_many_forward_passes_has_on
         return total + mean_square(features)
 
     exact(scaler, run, model, seed)
-    assert scaler._controller.backward.second_order
+    assert scaler._controller.backward.uses_one_scale
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -165,15 +165,15 @@ def test_features_of_an_earlier_forward_pass_that_the_next_one_reads(measured, s
     backward = scaler._controller.backward
 
     def run(model):
-        backward.measuring = measured
+        backward.is_measuring = measured
         model(x)
-        backward.measuring = False
+        backward.is_measuring = False
         return mean_square(model(model.features))
 
     exact(scaler, run, model, seed)
-    assert backward.second_order
+    assert backward.uses_one_scale
     exact(scaler, run, model, seed)
-    assert not backward.second_order
+    assert not backward.uses_one_scale
 
 
 def test_other_backward_passes_see_true_gradients(seed):
@@ -203,7 +203,7 @@ def test_derivatives_of_derivatives_have_one_scale(seed):
     for _ in range(4):
         clear(model)
         scaler._controller.backward.end_iteration()
-        scaler._controller.backward.measuring = False
+        scaler._controller.backward.is_measuring = False
         mean_square(penalty(scaler.scale) / scaler.get_scale()).backward()
         assert_same(gradients(model), wanted)
 
@@ -229,7 +229,7 @@ def test_a_replay_rounds_as_a_region_does(name, seed):
 
 
 class ByNumber(torch.nn.Module):
-    """ArgumentGradientMoves a number that a product made by two functions, which do not save it."""
+    """Reads a number that a product made by two functions, which do not save it."""
 
     def __init__(self):
         super().__init__()
@@ -272,9 +272,9 @@ def assert_rounds_as_a_region(scaler, run, model):
     unmeasured(scaler, run, model)
     found = gradients(model)
     assert _replay.count_replays(scaler) > before
-    assert not scaler._controller.backward.second_order
+    assert not scaler._controller.backward.uses_one_scale
     for forward in scaler_forwards(model):
-        forward._replay._known_in_row = 0
+        forward._replay._known_graphs_in_row = 0
     unmeasured(scaler, run, model)
     assert_same(found, gradients(model))
 
@@ -304,7 +304,7 @@ def test_parts_that_change_places_keep_their_sites(seed):
     for first in (0, 1, 0):
         model.first = first
         for forward in scaler_forwards(model):
-            forward._replay._known_in_row = 4
+            forward._replay._known_graphs_in_row = 4
         assert_rounds_as_a_region(scaler, run, model)
 
 
@@ -384,7 +384,7 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
     for _ in range(6):
         clear(model)
         scaler._controller.backward.end_iteration()
-        scaler._controller.backward.measuring = False
+        scaler._controller.backward.is_measuring = False
         y, same = model(x, memory)
         assert same is memory
         scaler.scale(mean_square(y) + same.sum()).backward(retain_graph=True)

@@ -347,5 +347,5 @@ def test_the_largest_demand_holds_and_then_the_smallest_limit(seed):
     policy, global_site = UnderflowBound(), Site("global", None, 0)
     site = Site("matmul", global_site, 3)
     for proposals, wanted in (([(5, 20), (9, 30)], 9), ([(5, 7), (9, 30)], 7), ([(2, 1)], 1), ([], None)):
-        site.proposals = proposals
+        site.proposed_bounds = proposals
         assert policy.exponent(site) == wanted

@@ -82,7 +82,7 @@ def test_moments_of_any_size(dtype, power, seed):
     x = x.to(dtype)
     wide = x.double()
     if not wide.isfinite().all():
-        assert not rules.OperandStats.measure(x).finite
+        assert not rules.OperandStats.measure(x).is_finite
         return
     numbers = wide.flatten().tolist()
     exact = [Fraction(number) for number in numbers]
@@ -90,12 +90,12 @@ def test_moments_of_any_size(dtype, power, seed):
     variance = sum((number - mean) ** 2 for number in exact) / len(exact)
     found, amax = rules.OperandStats.measure(x), max(map(abs, numbers))
     rounding = 1e-13 if dtype == torch.float64 else 1e-5
-    assert found.finite
+    assert found.is_finite
     assert abs(found.mean - mean) <= rounding * amax
     root = float(mpmath.sqrt(mpmath.mpf(variance.numerator) / variance.denominator))
     assert found.std == pytest.approx(root, rel=rounding, abs=0)
     assert found.amax == amax
-    assert found.smallest == min((abs(number) for number in numbers if number), default=0)
+    assert found.smallest_nonzero == min((abs(number) for number in numbers if number), default=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -111,7 +111,7 @@ def test_moments_at_the_edges(dtype):
     assert rules.OperandStats.measure(tenth).mean == pytest.approx(tenth[0].item(), rel=1e-6)
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.tensor([1.0, bad, 0.0], dtype=dtype)
-        assert not rules.OperandStats.measure(x).finite
+        assert not rules.OperandStats.measure(x).is_finite
 
 
 def test_equal_numbers_have_no_std_where_a_mean_is_a_sum_times_the_inverse_count(monkeypatch):
@@ -231,7 +231,7 @@ def test_the_upper_bound_keeps_every_sum_finite(seed):
         element_wise(g, w, 64, **U),
     ):
         assert found.log2_alpha < 0
-        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_rounded_log2(found.log2_alpha)
+        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_log2_with_tolerance(found.log2_alpha)
         assert worst <= fp16.max
 
 
@@ -285,7 +285,7 @@ def test_power_of_two_is_the_exact_floor(seed):
         if power % 2:  # here alpha is a power of two, and the logarithms are not exact
             g, w = mantissa * 2.0 ** (power % 30 - 50), 1.0
         tensors = (torch.tensor(number, dtype=torch.float64) for number in (g, w))
-        found = rules.floor_rounded_log2(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
+        found = rules.floor_log2_with_tolerance(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
         product = abs(Fraction(g) * Fraction(w))
         lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_LEAST_PRODUCT_OF_MINIMA))
         alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)

@@ -21,7 +21,7 @@ KINDS = {
     **dict.fromkeys([(name, 64) for name in [*BINARY, "sar"]], ("w64", "w64", "w64")),
     **dict.fromkeys([(name, 32) for name in ("divide", "maximum")], ("f32", "f32", "f32")),
     **dict.fromkeys([(name, 32) for name in ("sqrt", "sign_of", "floor")], ("f32", "f32")),
-    ("multiply_high16", 32): ("w32", "w32", "w32"),
+    ("multiply_packed_high16", 32): ("w32", "w32", "w32"),
     ("multiply_add", 32): ("f32", "f32", "f32", "f32"),
     **dict.fromkeys([("real", 32), ("to_real", 32)], ("w32", "f32")),
     **dict.fromkeys([("word", 32), ("to_word", 32)], ("f32", "w32")),
@@ -53,7 +53,7 @@ def compiled(name: str, function, kinds: tuple[str, ...], lanes: int, given: lis
             shapes = [vectors.make_vector_type(types[kind], lanes) for kind in kinds]
             *sources, target = (vectors.pointer(place, i, shape) for place, shape in zip(places, shapes))
             values = [b.load(source, align=4) for source in sources]
-            b.store(InstructionWriter(b, trace, lanes).run(values)[recorded.number], target, align=4)
+            b.store(InstructionWriter(b, trace, lanes).write_instructions(values)[recorded.number], target, align=4)
 
     key = f"{name} {kinds} {lanes} {trace.digest()}"
     kernel = compile_machine_function(name, key, 2 + len(operands), write)

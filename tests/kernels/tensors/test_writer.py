@@ -6,7 +6,7 @@ import torch
 
 from halfulp.kernels import _operations as op
 from halfulp.kernels import run_trace_on_tensors, same_bits
-from halfulp.kernels._device_function import ElementRecording
+from halfulp.kernels._device_function import ElementTraceBuilder
 from halfulp.kernels._trace import Trace, block_largest
 
 from ..scalar.numbers import on_numbers
@@ -30,7 +30,7 @@ OPERATIONS = {
     "at least": (lambda a, b: op.select(a >= b, a, b), "w32", "w32"),
     "more than a number": (lambda a: op.select(a > np.uint32(2**31), a, np.uint32(7)), "w32"),
     "neither": (lambda a: op.select(a == np.uint32(0), np.uint32(2**32 - 1), np.uint32(5)), "w32"),
-    "multiply_high16": (op.multiply_high16, "w32", "w32"),
+    "multiply_packed_high16": (op.multiply_packed_high16, "w32", "w32"),
     "low_word": (op.low_word, "w64"),
     "high_word": (op.high_word, "w64"),
     "widen": (op.widen, "w32"),
@@ -100,7 +100,7 @@ def test_an_operation_has_numpys_bits(seed, name):
 
 def _moved():
     """y = 2x + c into an array of 16 bits that is read too, by halves of float32 words; sums of what was read."""
-    element = ElementRecording(2, constants=1)
+    element = ElementTraceBuilder(2, constant_count=1)
     i, (a, b), (c,) = element.index, element.arrays, element.constants
     x = op.real(op.shl(op.load16(a, i), np.uint32(16)))
     op.store16(a, i, op.shr(op.word(x + x + c), np.uint32(16)))
@@ -122,7 +122,7 @@ def test_memory_of_any_shape_and_stride_is_written_in_place(seed, shape):
 
 
 def test_an_array_that_is_read_and_written_is_read_first():
-    element = ElementRecording(2)
+    element = ElementTraceBuilder(2)
     i, (a, b) = element.index, element.arrays
     old, other = op.load32(a, i), op.load32(b, i)
     op.store32(a, i, other)
@@ -134,7 +134,7 @@ def test_an_array_that_is_read_and_written_is_read_first():
 
 @pytest.mark.parametrize("count", [0, 1, 4, 6, 8])
 def test_blocks_have_their_largest_word_and_the_last_may_be_short(count):
-    element = ElementRecording(2)
+    element = ElementTraceBuilder(2)
     i, (a, tops) = element.index, element.arrays
     block = element.trace.emit("block", (), None, "block")
     top = block_largest(op.load32(a, i))

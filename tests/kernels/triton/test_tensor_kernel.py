@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import address, square_root
-from halfulp.kernels._device_function import ElementRecording, PointerTableFunction
+from halfulp.kernels._device_function import ElementTraceBuilder, PointerTableFunction
 from halfulp.kernels._operations import load64, real, store64, word
 from halfulp.kernels.triton._launch import TensorKernel
 
@@ -19,7 +19,7 @@ NUMBERS = (-0.0, float("nan"), 5e-324)
 
 def _wide() -> TensorKernel:
     """A root of |-(x / y)| in float64, times a constant, where x is not a special number."""
-    element = ElementRecording(3, 4, "f64")
+    element = ElementTraceBuilder(3, 4, "f64")
     i, (x, y, out) = element.index, element.arrays
     a, b = real(load64(x, i)), real(load64(y, i))
     value = square_root(abs(-(a / b))) * element.constants[2] - element.constants[0]

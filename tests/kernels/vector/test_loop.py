@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.kernels import BROADCAST_COPIES, compile_out_of_line, compile_trace, record_function, same_bits, select
-from halfulp.kernels._device_function import ElementRecording
+from halfulp.kernels import BROADCAST_COPIES, compile_trace, record_function, record_out_of_line, same_bits, select
+from halfulp.kernels._device_function import ElementTraceBuilder
 from halfulp.kernels._operations import add, load32, real, sqrt, store32, word
 from halfulp.kernels._trace import block_largest
 from halfulp.kernels.vector import _processor
@@ -16,7 +16,7 @@ from halfulp.kernels.vector._loop import split_into_block_phases
 from .rows import run_rows
 
 
-@compile_out_of_line
+@record_out_of_line
 def _mixed(x: list, y: list, n: int) -> list:
     """Something of more than 100 operations."""
     out = [*x, *y]
@@ -82,7 +82,7 @@ def test_a_value_given_twice_is_another_shape():
 
 def test_the_digest_tells_what_is_called():
     def of(factor):
-        @compile_out_of_line
+        @record_out_of_line
         def network(x):
             for _ in range(100):
                 x = [x[0] * factor + 1.0]
@@ -95,7 +95,7 @@ def test_the_digest_tells_what_is_called():
 
 
 def test_a_short_network_is_written_out():
-    trace, _ = record_function(lambda a, b: compile_out_of_line(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
+    trace, _ = record_function(lambda a, b: record_out_of_line(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
     assert [line[0] for line in trace.lines] == ["input", "input", "add"]
 
 
@@ -145,7 +145,7 @@ def _sums(a, b):
 @pytest.mark.parametrize("name", ["znver3", "haswell"])
 def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype, assembly_of, cache):
     """Every second one, on AMD's Zen alone: signed zeros, infinities, NaN and subnormal numbers too."""
-    if not _processor.has_fused_vectors(_processor.find_vector_bits()):
+    if not _processor.has_vector_fma(_processor.find_vector_bits()):
         pytest.skip("vectors without fused products")
     limits, written = torch.finfo(dtype), assembly_of(name)
     trace, results = record_function(_sums, dtype, 2)
@@ -166,9 +166,9 @@ def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype,
 @pytest.mark.parametrize("written_before", [False, True])
 def test_what_waits_for_a_quotient_is_computed_behind_a_blocks_largest_words(written_before):
     """With what it alone reads, but an array that is written before."""
-    element = ElementRecording(3)
+    element = ElementTraceBuilder(3)
     first, second, third = element.arrays
-    element.add_scale_block_index()
+    element.emit_block_index()
     loaded, y, i = load32(first, element.index), real(load32(second, element.index)), element.index
     root = sqrt(y)
     quotient = real(loaded) / root
@@ -177,8 +177,8 @@ def test_what_waits_for_a_quotient_is_computed_behind_a_blocks_largest_words(wri
     if written_before:
         store32(first, i, word(root + root))
     phases = split_into_block_phases(element.trace)
-    assert {root.number, y.number} <= phases.early_lines
-    assert quotient.number in phases.late_lines
-    assert (loaded.number in phases.early_lines) is written_before
+    assert {root.number, y.number} <= phases.first_loop_lines
+    assert quotient.number in phases.lines_after_largest
+    assert (loaded.number in phases.first_loop_lines) is written_before
     assert (loaded.number in phases.carried_lines) is written_before
-    assert quotient.number not in phases.early_lines
+    assert quotient.number not in phases.first_loop_lines

@@ -30,15 +30,15 @@ RESULTS = """
 
 
 def test_features_are_those_of_the_machine_codes_target(monkeypatch):
-    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
-    assert (_processor.has_features("avx2", "fma"), _processor.has_features("avx512f")) == (True, False)
-    assert (find_vector_bits(), _processor.has_fused_vectors(256), _processor.has_fused_vectors(512)) == (
+    monkeypatch.setattr(_processor, "find_llvm_target", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
+    assert (_processor.has_cpu_features("avx2", "fma"), _processor.has_cpu_features("avx512f")) == (True, False)
+    assert (find_vector_bits(), _processor.has_vector_fma(256), _processor.has_vector_fma(512)) == (
         256,
         True,
         False,
     )
-    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64", "generic", ""))
-    assert (find_vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
+    monkeypatch.setattr(_processor, "find_llvm_target", lambda: ("x86_64", "generic", ""))
+    assert (find_vector_bits(), _processor.has_vector_fma(256)) == (256, False)
 
 
 def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python, forked_python):
@@ -56,34 +56,34 @@ def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, p
 def test_what_the_environment_says_is_taken(monkeypatch):
     monkeypatch.delenv("HALFULP_CPU_NAME", raising=False)
     monkeypatch.delenv("HALFULP_CPU_FEATURES", raising=False)
-    triple, name, features = _processor.find_processor()
+    triple, name, features = _processor.find_llvm_target()
     assert triple
     assert name
     assert features
     monkeypatch.setenv("HALFULP_CPU_NAME", "x86-64-v3")
-    assert _processor.find_processor() == (triple, "x86-64-v3", features), "the machine's own unless others are given"
+    assert _processor.find_llvm_target() == (triple, "x86-64-v3", features), "the machine's own unless others are given"
     monkeypatch.setenv("HALFULP_CPU_FEATURES", "+avx2,-avx512f")
-    assert _processor.find_processor() == (triple, "x86-64-v3", "+avx2,-avx512f")
+    assert _processor.find_llvm_target() == (triple, "x86-64-v3", "+avx2,-avx512f")
     monkeypatch.delenv("HALFULP_CPU_FEATURES")
     monkeypatch.setenv("HALFULP_CPU_NAME", "generic")
-    assert _processor.find_processor() == (triple, "generic", "+f16c" if triple.startswith("x86") else "")
+    assert _processor.find_llvm_target() == (triple, "generic", "+f16c" if triple.startswith("x86") else "")
 
 
 def test_kernels_need_instructions_for_float16(monkeypatch):
-    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx"))
+    monkeypatch.setattr(_processor, "find_llvm_target", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx"))
     monkeypatch.setattr(_processor, "_is_x86", lambda: True)
     assert "F16C" in _processor.explain_unsupported_machine.__wrapped__()
-    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx,+f16c"))
+    monkeypatch.setattr(_processor, "find_llvm_target", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx,+f16c"))
     assert _processor.explain_unsupported_machine.__wrapped__() == ""
 
 
 def test_a_feature_without_a_sign_is_refused(monkeypatch):
     monkeypatch.setenv("HALFULP_CPU_FEATURES", "+avx2,fma")
-    _processor.check_feature_signs.cache_clear()
+    _processor.check_cpu_feature_signs.cache_clear()
     with pytest.raises(ValueError, match="HALFULP_CPU_FEATURES names 'fma'"):
-        _processor.check_feature_signs()
+        _processor.check_cpu_feature_signs()
     monkeypatch.delenv("HALFULP_CPU_FEATURES")
-    _processor.check_feature_signs()
+    _processor.check_cpu_feature_signs()
 
 
 def test_a_processor_that_llvm_does_not_know(python):

@@ -8,7 +8,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels._device_function import PointerTableFunction, bind_names, record_word_function
+from halfulp.kernels._device_function import PointerTableFunction, bind_free_variables, record_word_function
 from halfulp.kernels._operations import (
     add,
     add_to_counter64,
@@ -51,7 +51,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     sums = np.zeros((len(chunks), table.sum_column_count))
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
-    key = table.make_key()
+    key = table.make_cache_key()
     if key not in KERNELS:
         KERNELS[key] = compile_pointer_table_kernel("test", table)
     kernel = KERNELS[key]
@@ -153,7 +153,7 @@ def test_constants_counters_and_sums(narrow, seed):
     start = record_word_function(
         lambda low, high, index: add(add(low, mul(high, np.uint32(3))), low_word(index)), *["w32"] * 2, "w64"
     )
-    table = recorded(function, 3, constants=2, stream_start=start, counter_step=1)
+    table = recorded(function, 3, constant_count=2, random_stream_function=start, random_counter_step=1)
     chunks = [[0, 0, 500, 10], [0, 500, 277, 1 << 33]]
     key = np.array([[7 | 11 << 32]], np.uint64)
     sums = run(table, [a, out, kept], chunks, np.array([[9.0, 2.0]], np.float32), key)
@@ -186,7 +186,7 @@ def test_blocks_store_what_their_largest_says(block, seed):
         o.store8(bytes_, i, add(o.load8(bytes_, i), is_top))
 
     start = record_word_function(lambda low, high, index: low_word(index), "w32", "w32", "w64")
-    table = recorded(function, 4, stream_start=start, counter_step=1, block=block)
+    table = recorded(function, 4, random_stream_function=start, random_counter_step=1, block_size=block)
     rows, old = x.reshape(7, block).copy(), tops.copy()
     largest = rows.max(1, keepdims=True)
     wanted_codes = codes.reshape(7, block) + (rows == largest)
@@ -211,7 +211,7 @@ def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, seed):
         top = block_largest(value)
         o.store32(values, i, select(bit_and(top, np.uint32(1)) == np.uint32(1), sub(top, value), value))
 
-    run(recorded(function, 1, block=block), [x])
+    run(recorded(function, 1, block_size=block), [x])
     largest = rows.max(1, keepdims=True)
     assert (x.reshape(blocks, block) == np.where(largest % 2 == 1, largest - rows, rows)).all()
 
@@ -232,7 +232,7 @@ def test_rare_masks_are_asked_first(often, seed):
         top = block_largest(bit_and(word(small), np.uint32(0x7FFFFFFF)))
         o.store32(result, i, word(select(large, real(top), value)))
 
-    sums = run(recorded(function, 2, block=32), [x, out])
+    sums = run(recorded(function, 2, block_size=32), [x, out])
     small = np.where(np.abs(before) > 2.0**60, before * np.float32(2.0**-80), before)
     top = np.abs(small).reshape(-1, 32).max(1).repeat(32)
     assert (x == small).all()
@@ -273,7 +273,7 @@ def test_choices_by_what_a_number_is(narrow, seed):
             o.store32(result, i, written)
 
     arrays = [x, kept, np.zeros(len(x), np.uint8), *out]
-    run(recorded(function, 10, constants=1), arrays, constants=np.array([[0.75]], np.float32))
+    run(recorded(function, 10, constant_count=1), arrays, constants=np.array([[0.75]], np.float32))
     real_x = x.view(np.float32)
     finite, zero = np.isfinite(real_x), real_x == 0
     with np.errstate(all="ignore"):
@@ -339,7 +339,7 @@ def _twice_moved(x):
 
 
 def test_names_are_bound_in_called_functions_too():
-    assert on_numbers(bind_names(_twice_moved, {"SHIFT": np.uint32(4)}), np.array([0x1234], np.uint32)) == 0x12
+    assert on_numbers(bind_free_variables(_twice_moved, {"SHIFT": np.uint32(4)}), np.array([0x1234], np.uint32)) == 0x12
     assert on_numbers(_twice_moved, np.array([16], np.uint32)) == 4
 
 

@@ -15,7 +15,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import run_trace_on_tensors, same_bits
-from halfulp.kernels._device_function import ElementRecording, bind_names
+from halfulp.kernels._device_function import ElementTraceBuilder, bind_free_variables
 from halfulp.optim._storage import STORE_BY_DTYPE, make_format_store
 from halfulp.optim.parameters._outside_writes import record_payload_version
 from halfulp.optim.parameters._step_spec import refuse_unsupported_feedback
@@ -261,11 +261,11 @@ def write_update(update, store, parts, u, draws, ratio=1.0):
 
     The ratio is of the scale that the parts were stored under to the one that they will be under.
     """
-    element, names = ElementRecording(4), update.make_bindings(store)
-    p, first, second, last = bind_names(names["read_weight"], names)(*element.arrays, element.index)
+    element, names = ElementTraceBuilder(4), update.make_bindings(store)
+    p, first, second, last = bind_free_variables(names["read_weight"], names)(*element.arrays, element.index)
     times, given = element.add_input("ratio"), [element.add_input(f"random {k}", "w32") for k in range(2)]
     held = (p * times, first * times, second * times, last, element.add_input("u"))
-    bind_names(names["write_weight"], names)(*element.arrays, element.index, *held, *given)
+    bind_free_variables(names["write_weight"], names)(*element.arrays, element.index, *held, *given)
     drawn = {f"random {k}": 0 for k in range(2)}
     for k, (bits, draw) in enumerate(zip(update.list_random_bits_per_draw(store), draws)):
         drawn[f"random {k}"] = (draw & 0xFFFF if bits == 16 else draw).to(torch.int32)

@@ -41,7 +41,12 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
         changed = (weights.float() + update).bfloat16() != weights
         sizes = normal_sizes(len(weights), 1.0, 1)
         rates = torch.tensor([rate], dtype=torch.float64)
-        options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
+        options = {
+            "decay": 0.0,
+            "decays_separately": True,
+            "max_leaps": 1,
+            "generator": torch.Generator().manual_seed(0),
+        }
         moved = float(simulate_weight_walk(weights.double(), sizes, rates, formats.bf16, **options)[0][0])
         share = float(changed.double().mean())
         # Five standard deviations of a mean over 200,000 elements.
@@ -50,7 +55,10 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
 
 def test_decay_that_is_rounded_by_itself_is_lost_below_half_a_spacing(seed):
     weights = torch.randn(5000).bfloat16().double()
-    sizes, options = normal_sizes(5000, 1e-30, 1), {"apart": True, "leaps": 1, "generator": torch.Generator()}
+    sizes, options = (
+        normal_sizes(5000, 1e-30, 1),
+        {"decays_separately": True, "max_leaps": 1, "generator": torch.Generator()},
+    )
     for factor, lost in ((1e-4, 1.0), (2.0**-10, 1.0)):
         rates = torch.tensor([factor], dtype=torch.float64)
         _, wanted, made = simulate_weight_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)

@@ -40,7 +40,7 @@ def observed(x: torch.Tensor, key: int = 99) -> tuple[TensorRecord, torch.Tensor
     found = read_numbers(x)
     record = TensorRecord("weight", "w", "", found.dtype)
     record_amax_and_count_nonfinite(found, record)
-    sample = take_sample(found.flat, key)
+    sample = take_sample(found.values, key)
     add_sample_to_histogram(sample, record)
     return record, sample
 
@@ -117,10 +117,10 @@ def test_scaled_and_multicomponent_tensors():
     x = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
     scaled = read_numbers(hu.ScaledTensor.encode(x, dtype=torch.float16, scale=0.25))
     assert (scaled.dtype, scaled.scale) == (torch.float16, 0.25)
-    assert torch.equal(scaled.flat.float() * scaled.scale, x)
+    assert torch.equal(scaled.values.float() * scaled.scale, x)
     expansion = read_numbers(hu.MCTensor.encode(x, components=2, dtype=torch.bfloat16))
     assert expansion.dtype == torch.bfloat16
-    assert torch.equal(expansion.flat.float(), x)
+    assert torch.equal(expansion.values.float(), x)
 
 
 def test_what_has_no_numbers_is_none():

@@ -121,7 +121,7 @@ def test_a_forked_process_writes_no_lines(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ScriptWatch(1, tmp_path / "seen.jsonl") as watch:
         train(model, optimizer, 3)
-        watch._own += 1
+        watch._own_pid += 1
         train(model, optimizer, 3)
     assert len((tmp_path / "seen.jsonl").read_text().splitlines()) == 2
 

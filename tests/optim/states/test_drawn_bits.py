@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import run_trace_on_tensors
-from halfulp.kernels._device_function import ElementRecording
+from halfulp.kernels._device_function import ElementTraceBuilder
 from halfulp.optim._storage import BF16, E4M3, E5M2, FP16, make_format_store
 from halfulp.optim.states._codec import TensorScaleCodec
 from halfulp.optim.states._int8_blocks import Int8Blocks
@@ -87,9 +87,9 @@ def test_an_8_bit_code_is_what_its_draw_says(seed, squared):
     roots = roots.abs() if squared else roots
     random = torch.randint(0, 2**16, (count,), dtype=torch.int32)
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.describe_tensors("x", roots.shape).values()]
-    element = ElementRecording(2)
+    element = ElementTraceBuilder(2)
     given = element.add_input("root"), element.add_input("random", "w32")
-    codec.save_unsquared(element.arrays, element.index, element.add_scale_block_index(), *given)
+    codec.save_unsquared(element.arrays, element.index, element.emit_block_index(), *given)
     run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
     size = roots.double().abs() / held[1].double().repeat_interleave(64) * most**3
     k = (size ** (1 / 3) + 1e-9).floor()

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import run_trace_on_tensors
-from halfulp.kernels._device_function import ElementRecording
+from halfulp.kernels._device_function import ElementTraceBuilder
 from halfulp.optim.states._int8_blocks import Int8Blocks
 
 from ...laws.optim.cases import CODECS, RULES, build, differing, snapshot
@@ -92,9 +92,9 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 
 
 def _save_roots(codec, held, roots):
-    element = ElementRecording(2)
+    element = ElementTraceBuilder(2)
     given = element.add_input("root"), element.add_input("random", "w32")
-    codec.save_unsquared(element.arrays, element.index, element.add_scale_block_index(), *given)
+    codec.save_unsquared(element.arrays, element.index, element.emit_block_index(), *given)
     random = torch.randint(0, 2**16, roots.shape, dtype=torch.int32)
     run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block)
 

@@ -40,7 +40,7 @@ def test_flushing_changes_no_bit(monkeypatch, dtype, update, state_dtype, engine
         plain = _trained(dtype, update, state_dtype, None)
         for flushed in (0, 2):
             monkeypatch.setattr(
-                _canary, "_compared_kernels", set()
+                _canary, "_verified_kernel_keys", set()
             )  # from the start: kernels are compared under it too
             for one, other in zip(plain, _trained(dtype, update, state_dtype, flushed), strict=True):
                 assert same_bits(one, other), flushed

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
-from halfulp.kernels.triton._launch import TableKernel
+from halfulp.kernels.triton._launch import PointerTableKernel
 from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
 from halfulp.optim.step._run import make_reduction_spec
 from halfulp.optim.step._triton_kernel import make_step_kernel
@@ -160,8 +160,8 @@ def launches(count):
             for parameter in parameters:
                 parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
             if step == 2:
-                TableKernel.launch = _counted(
-                    TableKernel.launch, launched, lambda kernel: "largest" if kernel.largest_columns else "step"
+                PointerTableKernel.launch = _counted(
+                    PointerTableKernel.launch, launched, lambda kernel: "largest" if kernel.maximum_count else "step"
                 )
             with _Operators() if step == 2 else contextlib.nullcontext() as operators:
                 optimizer.step()
@@ -216,7 +216,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = _spec(case, metered)
     for kernel in map(make_step_kernel, (spec, make_reduction_spec(spec, "amax"))):
-        totals = {"totals": "*i32" if kernel.largest_columns else "*fp64"} if kernel.table.trace.sums else {}
+        totals = {"totals": "*i32" if kernel.maximum_count else "*fp64"} if kernel.table.trace.sums else {}
         types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
         whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
         source = triton.compiler.ASTSource(kernel.triton_function, types, {(len(types) - 1,): True}, whole)
@@ -224,7 +224,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
         lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
         found = [words[0] for words in lines if words]
         assert not inexact(found)
-        if kernel.largest_columns:
+        if kernel.maximum_count:
             assert any(i.startswith("atom") and i.endswith("max.s32") for i in found)
 
 
@@ -232,10 +232,10 @@ def failing(engine_name):
     """Payload and scale after a step whose kernel fails once the scales are chosen; printed when run apart."""
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF))
     optimizer = hu.optim.AdamW([parameter], lr=1e9, weight_update="kahan", report_interval=0)
-    launch = TableKernel.launch
+    launch = PointerTableKernel.launch
 
     def refuse(kernel, *rest):
-        if not kernel.largest_columns:
+        if not kernel.maximum_count:
             raise RuntimeError("no memory here")
         return launch(kernel, *rest)
 
@@ -243,10 +243,10 @@ def failing(engine_name):
         parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
         optimizer.step()
         before = parameter.detach().decode().tolist()
-        TableKernel.launch = refuse
+        PointerTableKernel.launch = refuse
         with contextlib.suppress(RuntimeError):
             optimizer.step()
-        TableKernel.launch = launch
+        PointerTableKernel.launch = launch
     return before == parameter.detach().decode().tolist()
 
 

@@ -77,7 +77,7 @@ def test_zeros_of_any_scale_and_empty_tensors():
         found, expected = function(name)(zeros).decode(), function(name)(torch.zeros(3))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=0, equal_nan=True)
         assert function(name)(ScaledTensor.encode(torch.ones(0))).shape == (0,)
-    assert zeros.tanh().scale == _powers.ZERO_SCALE
+    assert zeros.tanh().scale == _powers.SCALE_OF_ZEROS
 
 
 def test_the_sign_is_of_the_payload():

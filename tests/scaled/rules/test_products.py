@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._powers_of_two import LARGEST_SCALE, ZERO_SCALE
+from halfulp.scaled._powers_of_two import LARGEST_SCALE, SCALE_OF_ZEROS
 from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
@@ -111,7 +111,7 @@ def test_zeros_of_any_scale_decide_nothing():
     assert torch.addcmul(zeros, x, x).tolist() == [9.0, 25.0]
     assert torch.lerp(zeros, x, 0.5).tolist() == [1.5, -2.5]
     assert (x * zeros).tolist() == (zeros / x).tolist() == [0.0, 0.0]
-    assert (x * 0).scale.item() <= ZERO_SCALE * x.scale.item()
+    assert (x * 0).scale.item() <= SCALE_OF_ZEROS * x.scale.item()
     assert (x / zeros).tolist() == [float("inf"), -float("inf")]
     chosen = torch.where(torch.tensor([True, False]), x / zeros, x)
     assert chosen.tolist() == [float("inf"), -5.0]
@@ -416,7 +416,7 @@ def test_products_of_another_dtype_are_refused_with_the_remedy(name, seed, needs
 def test_products_and_quotients_under_scales_at_the_edges(name, storage):
     """Exact wherever the result is in float32's range, under the smallest scale and the largest too."""
     numbers = [1.5, -1.25, 1.0]
-    edges = [ZERO_SCALE, 2.0**-60, 1.0, 2.0**60, LARGEST_SCALE]
+    edges = [SCALE_OF_ZEROS, 2.0**-60, 1.0, 2.0**60, LARGEST_SCALE]
     for first, second in itertools.product(edges, edges):
         exact = Fraction(first) * (1 / Fraction(second) if "div" in name else Fraction(second))
         if not 2.0**-126 <= exact <= 2.0**125:

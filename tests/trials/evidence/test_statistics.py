@@ -11,12 +11,12 @@ import scipy  # whose stats is imported where it is used first: seconds, in each
 
 from halfulp.trials.evidence._row import (
     LEAST_NOTABLE_RELATIVE_GAP,
+    bound_mean_gap_error,
     choose_verdict,
-    compute_gap_bound,
     compute_gap_tolerance,
     compute_noise_threshold,
     find_gap_quantile,
-    get_quantile_level,
+    get_false_alarm_rate,
     pool_standard_deviations,
 )
 
@@ -40,7 +40,7 @@ def test_several_recipes_scatter_at_least_as_all_do() -> None:
     assert (
         compute_noise_threshold(close, [], 0.0, [close])
         == compute_noise_threshold(close, [], 0.0)
-        == compute_gap_bound(close, [], 0.0)
+        == bound_mean_gap_error(close, [], 0.0)
     )
     assert pool_standard_deviations(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
     assert pool_standard_deviations([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
@@ -54,7 +54,7 @@ def test_several_recipes_scatter_at_least_as_all_do() -> None:
         limit * math.sqrt((0.01**2 + 0.02**2) / 2) / math.sqrt(3)
     )
     assert compute_noise_threshold([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == LEAST_NOTABLE_RELATIVE_GAP
-    assert compute_noise_threshold(close, [], 0.0, [close, [9.0, -9.0], []]) == compute_gap_bound(close, [], 0.0)
+    assert compute_noise_threshold(close, [], 0.0, [close, [9.0, -9.0], []]) == bound_mean_gap_error(close, [], 0.0)
 
 
 def test_no_difference_is_said_of_one_recipe_alone() -> None:
@@ -73,7 +73,7 @@ def test_chance_calls_any_of_five_recipes_worse_or_better_in_a_twentieth_of_comp
     for _ in range(1000):
         compared = [[draws.gauss(0.0, width) for _ in range(3)] for width in widths]
         means = [abs(statistics.fmean(gaps)) for gaps in compared]
-        alone += any(mean > compute_gap_bound(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
+        alone += any(mean > bound_mean_gap_error(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
         together += any(
             mean > compute_noise_threshold(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared)
         )
@@ -123,7 +123,7 @@ def test_gaps_that_move_together_alarm_no_more_often(
 
 
 def test_the_level_falls_with_more_than_five_recipes() -> None:
-    levels = [get_quantile_level(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
+    levels = [get_false_alarm_rate(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
     assert levels[0] == levels[1] == 0.037
     assert levels[1:] == sorted(levels[1:], reverse=True)
     assert levels[-1] == pytest.approx(0.037 / 2)

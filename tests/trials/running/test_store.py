@@ -49,7 +49,7 @@ def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
 @pytest.mark.parametrize("content", ['{"settings": ', "[1]", '{"settings": null, "result": {}}'])
 def test_a_broken_file_is_refused(tmp_path: Path, trials, content: str) -> None:
     store = TrialStore(tmp_path / "out")
-    (store.trials / f"{trials[0].key}.json").write_text(content)
+    (store.trials_folder / f"{trials[0].key}.json").write_text(content)
     with pytest.raises(ValueError, match="is not a finished trial"):
         store.read_finished_results(trials)
 
@@ -71,7 +71,7 @@ def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complet
     store = TrialStore(tmp_path / "out")
     store.write_trial(trials[0], {})
     if complete:
-        store.report.write_text("{}")
+        store.json_path.write_text("{}")
     before = {path: path.read_bytes() for path in store.root.rglob("*.json")}
     with pytest.raises(ValueError, match=r"--resume .* --overwrite .* --out"):
         store.refuse_or_delete_old_results(resume=False)

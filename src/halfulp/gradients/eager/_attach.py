@@ -23,7 +23,7 @@ from ...subclass.models._float32_products import (
     leave_compiled_products_to_torch,
 )
 from .._functions import map_tensors
-from ._backward import Backward, is_in_backward_pass, thread_region_state
+from ._backward import BackwardHooks, is_in_backward_pass, thread_region_state
 from ._region import CallRecording, ModuleNameCache, Region, is_inside_compiled_call, refuse_compiled_part
 from ._replay import GraphReplay
 
@@ -62,10 +62,10 @@ class WatchedForward(ForwardTracedByCompiler):
     def __init__(
         self,
         module: nn.Module,
-        backward: Backward,
-        wide: bool | None,
+        backward: BackwardHooks,
+        widens_output: bool | None,
         names: ModuleNameCache,
-        place: str,
+        module_name: str,
         role: ModuleRole,
     ) -> None:
         self._module = weakref.ref(module)
@@ -75,10 +75,10 @@ class WatchedForward(ForwardTracedByCompiler):
         self.inner = self.__wrapped__ = module.forward
         module.forward = self
         # Whether float16 that leaves a region becomes float32; None: under autocast to float16.
-        self._wide = wide
+        self._widens_output = widens_output
         self._names = names
         # What runs in the module is named after it.
-        self._place = place
+        self._module_name = module_name
         self._role = role
         self._replay = GraphReplay(backward, names)
 
@@ -97,7 +97,7 @@ class WatchedForward(ForwardTracedByCompiler):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass; without edges where autograd does not differentiate it."""
-        if not torch.is_grad_enabled() or self._backward.idle:
+        if not torch.is_grad_enabled() or self._backward.is_idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
@@ -110,8 +110,8 @@ class WatchedForward(ForwardTracedByCompiler):
             # Dynamo has given this call up, and would compile parts of it.
             if thread_region_state.region is not None:
                 refuse_compiled_part()
-            return torch.compiler.disable(self._run_with_edges)(args, kwargs)
-        return self._run_with_edges(args, kwargs)
+            return torch.compiler.disable(self._run_in_region_or_replay)(args, kwargs)
+        return self._run_in_region_or_replay(args, kwargs)
 
     def _mark_compiled_outputs(self, out: Any) -> Any:
         """Mark the model's outputs in a compiled graph for the scaler's backend."""
@@ -132,16 +132,17 @@ class WatchedForward(ForwardTracedByCompiler):
 
         return forward
 
-    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
+    def _run_in_region_or_replay(self, args: tuple, kwargs: dict) -> Any:
         """Run the forward pass in the region around it, in one of its own, or as a replay."""
         region = thread_region_state.region
         if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             return self.inner(*args, **kwargs)
         if region is None and is_in_backward_pass():
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
-            self._backward.forwards += 1
+            self._backward.forward_count += 1
             return self.inner(*args, **kwargs)
-        if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
+        is_first = not self._backward.reached_sites and not self._backward.forward_count
+        if is_first and (region is None or self._role == "model"):
             self._backward.update_process_groups()
         if region is None:
             replay = self._replay if self._backward.is_replay_allowed() else None
@@ -151,7 +152,7 @@ class WatchedForward(ForwardTracedByCompiler):
         if self._role != "part" or region.is_replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
-        region.path.append(self._place)
+        region.path.append(self._module_name)
         try:
             return self.inner(*args, **kwargs)
         finally:
@@ -160,25 +161,25 @@ class WatchedForward(ForwardTracedByCompiler):
 
     def _run_in_region(self, args: tuple, kwargs: dict, replay: GraphReplay | None) -> Any:
         """Run the forward pass in a region, from which ``replay`` learns if it is given."""
-        if replay is not None and not replay.is_learning():
+        if replay is not None and not replay.can_learn():
             replay = None
         with Region(self._backward, self._names, learns=replay is not None) as region:
-            region.path = [self._place] if self._place else []
+            region.path = [self._module_name] if self._module_name else []
             region.mark_arguments_at_global_exponent((args, kwargs))
             out = self.inner(*args, **kwargs)
             # What a checkpoint keeps of this region must not hold the graph, which holds the checkpoint.
             recording, region.recording = region.recording, CallRecording(learns=False)
             if replay is not None:
-                replay.learn_from_recording(recording, (args, kwargs), out, region.begun)
+                replay.learn_from_recording(recording, (args, kwargs), out, region.start_sequence_nr)
             return region.move_output_to_global_exponent(out, self._is_output_widened_to_float32())
 
     def _is_output_widened_to_float32(self) -> bool:
-        if self._wide is not None:
-            return self._wide
+        if self._widens_output is not None:
+            return self._widens_output
         devices = ("cpu", "cuda", "mps", "xpu")
         return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
 
-    def restore(self) -> None:
+    def restore_previous_forward(self) -> None:
         """Restore the module's previous forward."""
         module = self._module()
         if module is not None:
@@ -221,14 +222,14 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
+def attach_scaler(model: nn.Module, backward: BackwardHooks, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     refuse_unwatchable_model(model)
     names = ModuleNameCache(model, prefix)
-    backward.names.add(names)
+    backward.name_caches.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products_to_torch(model)
     forwards = [
@@ -239,7 +240,7 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
     def detach() -> None:
         leave_compiled_products_to_torch(model, False)
         for forward in forwards:
-            forward.restore()
+            forward.restore_previous_forward()
 
     return detach
 

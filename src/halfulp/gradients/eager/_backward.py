@@ -1,4 +1,4 @@
-"""Backward: the hooks that move, round and measure gradients while a scaled loss is differentiated."""
+"""BackwardHooks: the hooks that move, round and measure gradients while a scaled loss is differentiated."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .._site import LossGradientFollower, PendingMeasurements, Site, Sites, find
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_SEQUENCE_NUMBER = 2**62
 # How many forward passes without edges are remembered: of one iteration, and of those before.
-_REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
+_MAX_UNMARKED_PASSES, _MAX_EARLIER_UNMARKED_PASSES = 4096, 64
 
 
-def list_nodes_reached_by_backward(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """Return the nodes that a backward pass from some nodes reaches, each once, up to those where it ``ends``."""
+def list_nodes_reached_by_backward(nodes: Iterable[Any], is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """Return the nodes that a backward pass from some nodes reaches, each once, up to those that ``is_end`` picks."""
     seen: set[Any] = set()
     pending = list(nodes)
     while pending:
@@ -38,13 +38,13 @@ def list_nodes_reached_by_backward(nodes: Iterable[Any], ends: Callable[[Any], b
             continue
         seen.add(node)
         yield node
-        if not ends(node):
+        if not is_end(node):
             pending += [following for following, _ in node.next_functions]
 
 
 GradientHook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
-BACKWARDS_BY_HANDLE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
+BACKWARD_HOOKS_BY_HANDLE: weakref.WeakValueDictionary[str, BackwardHooks] = weakref.WeakValueDictionary()
 _handle_counter = itertools.count()
 
 
@@ -72,7 +72,7 @@ class GradientWideningView(torch.autograd.Function):
         return gradient if changed is None else changed[0]
 
 
-class Backward:
+class BackwardHooks:
     """Holds the hooks (edges) that move a gradient from one site's exponent to another's in a backward pass.
 
     All edges are shut but during a backward pass that started at ``scaler.scale(loss)``: whatever else is
@@ -86,27 +86,27 @@ class Backward:
         self.format = format
         self._rounding = rounding
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
-        self.idle = not policy.per_site and not policy.measures and format is None
+        self.is_idle = not policy.per_site and not policy.measures and format is None
         # Looks for the processes that add their gradients to these.
         self.update_process_groups: Callable[[], None] = lambda: None
-        self.active = False
-        self.measuring = True
-        self.passes = 0
-        self.second_order = False
+        self.is_active = False
+        self.is_measuring = True
+        self.pass_count = 0
+        self.uses_one_scale = False
         # The graph tasks of the scaled backward pass: its own, and those of reentrant checkpoints in it.
-        self._tasks: set[int] = set()
+        self._graph_task_ids: set[int] = set()
         self.measurements = PendingMeasurements()
         # Of the latest forward passes without edges, autograd's sequence numbers before and after; and their number.
-        self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
-        self.replays = 0
+        self.unmarked_sequence_ranges: deque[tuple[int, int]] = deque(maxlen=_MAX_UNMARKED_PASSES)
+        self.replay_count = 0
         self._may_replay = True
         self.loss_follower = LossGradientFollower(
             sites, policy.per_site and policy.measures and not policy.wants_operands
         )
         # The sites of this iteration's forward and backward passes.
-        self.reached: dict[Site, None] = {}
-        self.forwards = 0
-        self._is_watching_checked = False
+        self.reached_sites: dict[Site, None] = {}
+        self.forward_count = 0
+        self._has_checked_watching = False
         # By a site and one that passes gradients to it.
         self.edge_hooks: dict[tuple[Site, Site], GradientHook] = {}
         self._weight_edge_hooks: dict[tuple[Site, Format | None], GradientHook] = {}
@@ -115,9 +115,9 @@ class Backward:
         self._has_warned_of_second_order = False
         # What compiled graphs know it by, the edges that they name, and whose parameters they name.
         self.handle = str(next(_handle_counter))
-        self.edges_by_text: dict[str, tuple[list[Site], list[tuple[Site, Site]]]] = {}
-        self.names: weakref.WeakSet = weakref.WeakSet()
-        BACKWARDS_BY_HANDLE[self.handle] = self
+        self.edges_by_json: dict[str, tuple[list[Site], list[tuple[Site, Site]]]] = {}
+        self.name_caches: weakref.WeakSet = weakref.WeakSet()
+        BACKWARD_HOOKS_BY_HANDLE[self.handle] = self
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
@@ -126,18 +126,18 @@ class Backward:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
             self._use_one_scale_for_second_order()
-        self.passes += 1
-        if self.second_order or self.active:
+        self.pass_count += 1
+        if self.uses_one_scale or self.is_active:
             return
-        self.active = True
-        self.loss_follower.reset_lift_for_backward_pass(self.measuring)
-        self._tasks = {torch._C._current_graph_task_id()}
+        self.is_active = True
+        self.loss_follower.reset_lift_for_backward_pass(self.is_measuring)
+        self._graph_task_ids = {torch._C._current_graph_task_id()}
         Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
     @hide_own_frames_from_compiler
     def deactivate_edge_hooks(self) -> None:
         """Deactivate the edges."""
-        self.active = False
+        self.is_active = False
 
     def deactivate_hooks_outside_backward(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
@@ -161,7 +161,7 @@ class Backward:
             )
         # A forward pass without edges cannot be told from other ways by its marks.
         numbers = [one._sequence_nr() for one in behind if one not in marks]
-        if any(begin <= number < end for begin, end in self.unmarked_passes for number in numbers):
+        if any(begin <= number < end for begin, end in self.unmarked_sequence_ranges for number in numbers):
             self.fall_back_to_one_scale()
 
     def mark_node_at_global_exponent(self, node: Any) -> None:
@@ -173,21 +173,21 @@ class Backward:
 
     def fall_back_to_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
-        self.second_order, self._may_replay = True, False
+        self.uses_one_scale, self._may_replay = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.deactivate_hooks_outside_backward()
 
     def is_replay_allowed(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
-        wanted = self._may_replay and not self.measuring and not self.second_order and self.format is None
+        wanted = self._may_replay and not self.is_measuring and not self.uses_one_scale and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
     def warn_if_no_watched_forward_ran(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
-        if self._is_watching_checked or self.idle:
+        if self._has_checked_watching or self.is_idle:
             return
-        self._is_watching_checked = True
-        if not self.reached and not self.forwards:
+        self._has_checked_watching = True
+        if not self.reached_sites and not self.forward_count:
             warnings.warn(
                 "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
                 "gradients: call the model itself, not its parts or methods, or make the scaler of what is called",
@@ -197,22 +197,22 @@ class Backward:
     def end_iteration(self) -> None:
         """Clear the iteration's counts, measurements and reached sites."""
         self.deactivate_edge_hooks()
-        self.passes = self.forwards = 0
-        self.second_order = False
-        self.measurements.unread.clear()
-        self.loss_follower.binades.clear()
-        self.reached.clear()
-        while len(self.unmarked_passes) > _REMEMBERED_EARLIER_PASSES:
-            self.unmarked_passes.popleft()
+        self.pass_count = self.forward_count = 0
+        self.uses_one_scale = False
+        self.measurements.unread_statistics.clear()
+        self.loss_follower.loss_gradient_binades.clear()
+        self.reached_sites.clear()
+        while len(self.unmarked_sequence_ranges) > _MAX_EARLIER_UNMARKED_PASSES:
+            self.unmarked_sequence_ranges.popleft()
 
-    def get_edge_hook(self, source: Site, target: Site, weight_dtype: torch.dtype | None = None) -> GradientHook:
-        """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s.
+    def get_edge_hook(self, receiver: Site, sender: Site, weight_dtype: torch.dtype | None = None) -> GradientHook:
+        """Return the hook of an edge that takes a gradient at ``sender``'s exponent to ``receiver``'s.
 
         ``weight_dtype``: of a parameter's gradient, on its way to the global exponent, the dtype that it is made in.
         """
         narrow = None if weight_dtype is None else find_narrow_format(weight_dtype)
         hooks: dict[Any, GradientHook] = self.edge_hooks if weight_dtype is None else self._weight_edge_hooks
-        key = (source, target) if weight_dtype is None else (target, narrow)
+        key = (receiver, sender) if weight_dtype is None else (sender, narrow)
         if key in hooks:
             return hooks[key]
 
@@ -222,15 +222,15 @@ class Backward:
             if self.has_inactive_hooks() or gradient is None:
                 return None
             if weight_dtype is None:
-                self.reached[source] = None
-                changed = self._round_and_measure_gradient(gradient, target, "passed", target.stored)
+                self.reached_sites[receiver] = None
+                changed = self._round_and_measure_gradient(gradient, sender, "passed", sender.product_format)
             else:
-                changed = self._round_and_measure_gradient(gradient, target, "weight", narrow)
+                changed = self._round_and_measure_gradient(gradient, sender, "weight", narrow)
                 # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`): leaving is exact there.
                 changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.loss_follower.rescale_gradient_between_sites(changed, source, target)
-            if source is not self.sites.global_site:
-                changed = self._round_and_measure_gradient(changed, source, "received", source.stored)
+            changed = self.loss_follower.rescale_gradient_between_sites(changed, receiver, sender)
+            if receiver is not self.sites.global_site:
+                changed = self._round_and_measure_gradient(changed, receiver, "received", receiver.product_format)
             return None if changed is gradient else (changed,)
 
         hooks[key] = move_gradient
@@ -242,7 +242,7 @@ class Backward:
         if stored is self.format:
             gradient = self.round_to_format(gradient)
         # What is received in a wide format cannot leave its range.
-        if self.measuring and (stored is not None or kind != "received"):
+        if self.is_measuring and (stored is not None or kind != "received"):
             self.measurements.measure_gradient_on_device(site, kind, gradient, stored)
         return gradient
 
@@ -267,40 +267,40 @@ class Backward:
         overflow = "inf" if self.format.infinities else "nan"
         return quantize(gradient, self.format, self._rounding, overflow=overflow)
 
-    def make_operand_reporting_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
+    def make_exponent_proposing_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @hide_own_frames_from_compiler
-        def show_operands(gradients: tuple) -> None:
-            stored, gradient = self.format or site.stored, gradients[0]
+        def propose_bounds_from_operands(gradients: tuple) -> None:
+            stored, gradient = self.format or site.product_format, gradients[0]
             if self.is_in_scaled_pass() and gradient is not None and stored is not None:
                 proposal = self.policy.propose_exponent_bounds(site, factor.align_operands(gradient), stored)
                 if proposal is not None:
-                    site.proposals.append(proposal)
+                    site.proposed_bounds.append(proposal)
 
-        return show_operands
+        return propose_bounds_from_operands
 
     def has_inactive_hooks(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
-        if not self.active:
-            if torch.is_grad_enabled() and not self.second_order:
+        if not self.is_active:
+            if torch.is_grad_enabled() and not self.uses_one_scale:
                 self._use_one_scale_for_second_order()
             return True
         return not self.is_in_scaled_pass()
 
     def is_in_scaled_pass(self) -> bool:
         """Return whether this thread differentiates the scaled loss, and not another one in a hook of its graph."""
-        return self.active and torch._C._current_graph_task_id() in self._tasks
+        return self.is_active and torch._C._current_graph_task_id() in self._graph_task_ids
 
     @hide_own_frames_from_compiler
     def join_scaled_pass(self, gradients: tuple) -> None:
         """Let a backward pass that begins here, a reentrant checkpoint's, be a part of the scaled one (a hook)."""
-        self._tasks.add(torch._C._current_graph_task_id())
+        self._graph_task_ids.add(torch._C._current_graph_task_id())
 
     def _use_one_scale_for_second_order(self) -> None:
         """Deactivate the edges until the next update, and warn, once."""
-        self.second_order = True
-        self.active = False
+        self.uses_one_scale = True
+        self.is_active = False
         if not self._has_warned_of_second_order:
             self._has_warned_of_second_order = True
             warnings.warn(

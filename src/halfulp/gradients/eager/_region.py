@@ -22,7 +22,7 @@ from ...kernels._threads import hold_while_forking
 from .._functions import (
     classify_function,
     get_function_name,
-    is_parameter,
+    is_leaf_parameter,
     list_differentiable_tensors,
     list_second_factors,
     map_tensors,
@@ -31,7 +31,7 @@ from .._functions import (
 from .._site import CopyWithStrides, Site, copy_keeping_strides, find_narrow_format
 from ._backward import (
     FIRST_LEAF_SEQUENCE_NUMBER,
-    Backward,
+    BackwardHooks,
     GradientHook,
     GradientWideningView,
     refuse_float16_gradient,
@@ -95,7 +95,7 @@ class CallRecording:
 
     def __init__(self, learns: bool) -> None:
         # Whether no graph is learned from it: nobody asks, or the forward pass had what only a region can handle.
-        self.failed = not learns
+        self.has_failed = not learns
         # Each with its number.
         self.opened_sites: dict[Site, int] = {}
         self.edge_nodes: set[Any] = set()
@@ -103,19 +103,19 @@ class CallRecording:
         self.scalar_results: list[weakref.ref] = []
         self._calls: list[tuple[int, int, Site]] = []
 
-    def record_call_nodes(self, begun: int, site: Site) -> None:
+    def record_call_nodes(self, start_sequence_nr: int, site: Site) -> None:
         """Note that the nodes that were made since a sequence number are at a site."""
-        if not self.failed and (end := torch._C._autograd._get_sequence_nr()) > begun:
-            self._calls.append((begun, end, site))
+        if not self.has_failed and (end := torch._C._autograd._get_sequence_nr()) > start_sequence_nr:
+            self._calls.append((start_sequence_nr, end, site))
 
     def add_edge_node(self, node: Any) -> None:
         """Note that a node is an edge; it is kept alive, with its graph, where a graph is learned."""
-        if not self.failed:
+        if not self.has_failed:
             self.edge_nodes.add(node)
 
-    def fail(self) -> None:
+    def mark_failed(self) -> None:
         """Let the nodes go: no graph is learned."""
-        self.failed = True
+        self.has_failed = True
         self.edge_nodes.clear()
 
     def find_site(self, node: Any) -> Site | None:
@@ -130,22 +130,22 @@ class CallRecording:
 SlotHooks = tuple[tuple[int, GradientHook], ...]
 
 
-class ArgumentGradientMoves:
+class ArgumentGradientMover:
     """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Hooks leave the graph as it is. A node in between, such as a view's, would send what several nodes of one call make
     as one sum: another number in the last bit where others read the tensor too.
     """
 
-    def __init__(self, backward: Backward, site: Site) -> None:
+    def __init__(self, backward: BackwardHooks, site: Site) -> None:
         self._backward = backward
         self._site = site
-        self.hooks: dict[tuple[Any, int], GradientHook] = {}
+        self.hooks_by_input: dict[tuple[Any, int], GradientHook] = {}
         # Leaves by identity, as their nodes may not be there before they are read; None: a parameter, whose gradient
         # leaves for the global exponent.
-        self.leaves: dict[int, GradientHook | None] = {}
+        self.leaf_hooks_by_id: dict[int, GradientHook | None] = {}
         # Of parameters.
-        self.views: list[Tensor] = []
+        self.parameter_views: list[Tensor] = []
 
     def can_move_by_hook(self, tensor: Tensor) -> bool:
         """Return whether a hook can move a tensor's gradient; else it needs a view.
@@ -161,50 +161,52 @@ class ArgumentGradientMoves:
         self, recording: CallRecording, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
     ) -> Any:
         """Call a function, and hook the nodes that read tensors of other sites; ``written``: what it writes into."""
-        begun = torch._C._autograd._get_sequence_nr()
+        start_sequence_nr = torch._C._autograd._get_sequence_nr()
         out = function(*args, **kwargs)
-        recording.record_call_nodes(begun, self._site)
-        if self.hooks or self.leaves or self.views:
+        recording.record_call_nodes(start_sequence_nr, self._site)
+        if self.hooks_by_input or self.leaf_hooks_by_id or self.parameter_views:
             self._hook_nodes_reading_arguments(
-                out if written is None else [written, written._base], out if written is None else written, begun
+                out if written is None else [written, written._base],
+                out if written is None else written,
+                start_sequence_nr,
             )
         return out
 
-    def _hook_nodes_reading_arguments(self, made: Any, out: Any, begun: int) -> None:
+    def _hook_nodes_reading_arguments(self, made: Any, out: Any, start_sequence_nr: int) -> None:
         """Hook the views of parameters, and the nodes behind ``made`` that read noted tensors."""
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
         global_site = self._backward.sites.global_site
         made_in = out.dtype if isinstance(out, Tensor) else torch.float32
         leaving = self._backward.get_edge_hook(global_site, self._site, made_in)
-        for view in self.views:
+        for view in self.parameter_views:
             node: Any = view.grad_fn
             if isinstance(node, GradientWideningView._backward_cls):
                 node.hook = leaving
             else:
                 node.register_prehook(leaving)
             node.metadata[global_site] = self._site
-        if self.hooks or self.leaves:
-            for node, moves in self._list_nodes_reading_arguments(made, leaving, begun):
+        if self.hooks_by_input or self.leaf_hooks_by_id:
+            for node, moves in self._list_nodes_reading_arguments(made, leaving, start_sequence_nr):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
                 node.metadata[global_site] = self._site
 
     def _list_nodes_reading_arguments(
-        self, made: Any, leaving: GradientHook, begun: int
+        self, made: Any, leaving: GradientHook, start_sequence_nr: int
     ) -> Iterator[tuple[Any, SlotHooks]]:
         """Yield the nodes of the call that read noted tensors, each with its hooks."""
-        leaf_hooks = {leaf: hook or leaving for leaf, hook in self.leaves.items()}
+        leaf_hooks = {leaf: hook or leaving for leaf, hook in self.leaf_hooks_by_id.items()}
         pending: list[Any] = [x.grad_fn for x in list_differentiable_tensors(made)]
         seen = {None}
         while pending:
             node = pending.pop()
-            if node in seen or not begun <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER:
+            if node in seen or not start_sequence_nr <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER:
                 continue
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
-                source, hook = link[0], self.hooks.get(link)
+                source, hook = link[0], self.hooks_by_input.get(link)
                 if (
                     leaf_hooks
                     and hook is None
@@ -220,13 +222,13 @@ class ArgumentGradientMoves:
                 yield node, tuple(moves)
 
 
-def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
+def _make_slot_hook(backward: BackwardHooks, moves: SlotHooks) -> Callable:
     """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 
         @hide_own_frames_from_compiler
         def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
-            if not backward.active:
+            if not backward.is_active:
                 # Whether that is for a second derivative's sake.
                 backward.has_inactive_hooks()
                 return None
@@ -250,24 +252,24 @@ class Region(TorchFunctionMode):
 
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
-    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentGradientMoves`).
+    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentGradientMover`).
     """
 
     is_replaying = False
 
-    def __init__(self, backward: Backward, names: ModuleNameCache, learns: bool = False) -> None:
+    def __init__(self, backward: BackwardHooks, names: ModuleNameCache, learns: bool = False) -> None:
         super().__init__()
         self.path: list[str] = []
         self._backward = backward
         self._global_site = backward.sites.global_site
         self._names = names
-        self._calls: Counter[str] = Counter()
+        self._call_counts: Counter[str] = Counter()
         self.recording = CallRecording(learns)
 
     def __enter__(self) -> Region:
         self._outer = thread_region_state.region
         self._backward.deactivate_hooks_outside_backward()
-        self.begun = torch._C._autograd._get_sequence_nr()
+        self.start_sequence_nr = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         thread_region_state.region = self
         _update_custom_function_interception(1)
@@ -276,7 +278,7 @@ class Region(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         _update_custom_function_interception(-1)
         thread_region_state.region = self._outer
-        self._backward.forwards += 1
+        self._backward.forward_count += 1
         super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -301,18 +303,18 @@ class Region(TorchFunctionMode):
         if kind == "in-place":
             return self._run_in_place_function(function, args, kwargs, differentiable)
         site = self._find_call_site(kind, function, args, differentiable)
-        reads = ArgumentGradientMoves(self._backward, site)
+        mover = ArgumentGradientMover(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
         taken = 1 if kind == "shape" else len(args)
-        kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
-        given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
-        out = reads.run_function(self.recording, function, given, kwargs, None)
-        made = self._set_result_sites(out, site, kind, reads)
-        watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
+        kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, mover, function)
+        given = (*self._move_arguments(args[:taken], site, mover, function), *args[taken:])
+        out = mover.run_function(self.recording, function, given, kwargs, None)
+        made = self._set_result_sites(out, site, kind, mover)
+        watches = kind == "product" and self._backward.is_measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
             node: Any = out.grad_fn
             for factor in list_second_factors(function, args, kwargs):
-                node.register_prehook(self._backward.make_operand_reporting_hook(site, factor))
+                node.register_prehook(self._backward.make_exponent_proposing_hook(site, factor))
         return made
 
     def mark_arguments_at_global_exponent(self, arguments: Any) -> None:
@@ -330,9 +332,9 @@ class Region(TorchFunctionMode):
         if site is None and tensor._base is not None:
             site = self._get_assigned_site(tensor._base)
         # With second derivatives all gradients have the global exponent until the next update, whatever made them.
-        if site is None and not self._backward.second_order:
+        if site is None and not self._backward.uses_one_scale:
             node: Any = tensor.grad_fn
-            made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER
+            made_here = node is not None and self.start_sequence_nr <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER
             if made_here and node.metadata.get(self._global_site) is not self._global_site:
                 raise NotImplementedError(
                     f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
@@ -351,69 +353,69 @@ class Region(TorchFunctionMode):
         """Return the site of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
             state = next(list_differentiable_tensors(args[1]), None) if len(args) > 1 else None
-            site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
-            return self._get_site_of_product_call(function, differentiable) if site is self._global_site else site
-        return (self._get_site_of_product_call if kind == "product" else self._find_latest_site)(
-            function, differentiable
-        )
+            site = self._global_site if state is None or is_leaf_parameter(state) else self.find_site(state)
+            return self._open_site(function, differentiable) if site is self._global_site else site
+        return (self._open_site if kind == "product" else self._find_latest_site)(function, differentiable)
 
-    def _get_site_of_product_call(self, function: Callable, differentiable: list[Tensor]) -> Site:
+    def _open_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
-        parameter = next((x for x in differentiable if is_parameter(x)), None)
+        parameter = next((x for x in differentiable if is_leaf_parameter(x)), None)
         module = None if parameter is None else self._names.find_holding_module_name(parameter)
         key = module or ".".join([*self.path[-1:], get_function_name(function)])
-        call = self._calls[key]
-        self._calls[key] = call + 1
+        call = self._call_counts[key]
+        self._call_counts[key] = call + 1
         site = self._backward.sites.get_or_create_site(f"{key}#{call}" if call else key)
         opened = self.recording.opened_sites
         opened[site] = len(opened)
-        self._backward.reached.setdefault(site)
+        self._backward.reached_sites.setdefault(site)
         return site
 
     def _find_latest_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the latest site of a function's inputs; a new site if it reads only parameters."""
-        sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
+        sites = [self.find_site(x) for x in differentiable if not is_leaf_parameter(x)]
         if not sites:
-            return self._get_site_of_product_call(function, differentiable)
+            return self._open_site(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self.recording.opened_sites.get(site, -1))
 
     # edges ----------------------------------------------------------------------------------------------------
 
     def _move_arguments(
-        self, value: Any, site: Site, reads: ArgumentGradientMoves | None, function: Callable | None = None
+        self, value: Any, site: Site, mover: ArgumentGradientMover | None, function: Callable | None = None
     ) -> Any:
-        """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
+        """Return arguments whose gradients all leave ``site``, or are noted in ``mover`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
 
-        def move_tensor(x: Tensor) -> Tensor:
-            if is_parameter(x):
-                return self._get_parameter_for_site(x, site, reads, function)
+        def move_gradient(x: Tensor) -> Tensor:
+            if is_leaf_parameter(x):
+                return self._get_parameter_for_site(x, site, mover, function)
             source = self.find_site(x)
-            if reads is None or source is site or not reads.can_move_by_hook(x):
+            if mover is None or source is site or not mover.can_move_by_hook(x):
                 return self.insert_edge_between_sites(x, source, site)
             hook = self._backward.get_edge_hook(source, site)
             if x.is_leaf:
-                reads.leaves[id(x)] = hook
+                mover.leaf_hooks_by_id[id(x)] = hook
             else:
-                reads.hooks[x.grad_fn, x.output_nr] = hook
+                mover.hooks_by_input[x.grad_fn, x.output_nr] = hook
             return x
 
-        return map_tensors(value, memoize_by_tensor(move_tensor) if isinstance(function, FunctionType) else move_tensor)
+        return map_tensors(
+            value, memoize_by_tensor(move_gradient) if isinstance(function, FunctionType) else move_gradient
+        )
 
     def _get_parameter_for_site(
-        self, parameter: Tensor, site: Site, reads: ArgumentGradientMoves | None, function: Callable | None
+        self, parameter: Tensor, site: Site, mover: ArgumentGradientMover | None, function: Callable | None
     ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
         refuse_float16_gradient(parameter, self._names.is_sharded)
         known = self._names.find_holding_module_name(parameter) is not None and type(parameter) is nn.Parameter
         if not known or parameter.dtype == torch.float16:
-            self.recording.fail()
-        if site is self._global_site or reads is None:
+            self.recording.mark_failed()
+        if site is self._global_site or mover is None:
             return parameter
-        if reads.can_move_by_hook(parameter):
-            reads.leaves[id(parameter)] = None
+        if mover.can_move_by_hook(parameter):
+            mover.leaf_hooks_by_id[id(parameter)] = None
             return parameter
         if parameter.dtype == torch.float16:
             view = GradientWideningView.apply(parameter)
@@ -421,7 +423,7 @@ class Region(TorchFunctionMode):
             view = torch.ops.aten.alias.default(parameter)  # which takes sparse gradients
         else:
             view = parameter.view_as(parameter)
-        reads.views.append(view)
+        mover.parameter_views.append(view)
         self.recording.add_edge_node(view.grad_fn)
         return view
 
@@ -453,26 +455,26 @@ class Region(TorchFunctionMode):
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.find_site(written) if written.requires_grad else self._find_latest_site(function, differentiable)
-        reads = ArgumentGradientMoves(self._backward, site)
-        kwargs = self._move_arguments(kwargs, site, reads)
-        given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
-        out = reads.run_function(self.recording, function, given, kwargs, written)
+        mover = ArgumentGradientMover(self._backward, site)
+        kwargs = self._move_arguments(kwargs, site, mover)
+        given = (written, *self._move_arguments(args[1:], site, mover)) if args else ()
+        out = mover.run_function(self.recording, function, given, kwargs, written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
         return out
 
-    def _set_result_sites(self, out: Any, site: Site, kind: str, reads: ArgumentGradientMoves | None = None) -> Any:
+    def _set_result_sites(self, out: Any, site: Site, kind: str, mover: ArgumentGradientMover | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
         rounds = self._backward.format is not None and kind in ("product", "cell")
         rounding_nodes: set = set()
 
         def set_result_site(out: Tensor) -> Tensor:
-            if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
+            if out.is_leaf or (mover is not None and (out.grad_fn, out.output_nr) in mover.hooks_by_input):
                 # One of the arguments that were read stays at its site.
                 return out
             if kind == "product":
-                site.stored = find_narrow_format(out.dtype)
+                site.product_format = find_narrow_format(out.dtype)
             if rounds and kind == "cell":
                 # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
                 out = copy_keeping_strides(out)
@@ -499,7 +501,7 @@ class Region(TorchFunctionMode):
 
     def call_at_global_exponent(self, apply: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
-        self.recording.fail()
+        self.recording.mark_failed()
         with torch._C.DisableTorchFunction():
             moved = self._move_arguments(args, self._global_site, None)
             versions = [x._version for x in list_differentiable_tensors(moved)]
@@ -572,7 +574,7 @@ def _intercept_function_apply(cls: type[Function], *args: Any, **kwargs: Any) ->
         args = (functools.partial(_rerun_checkpoint_in_region, run, region), *rest)
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
-        region.recording.fail()
+        region.recording.mark_failed()
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
     return region.call_at_global_exponent(apply, args, kwargs)
@@ -587,7 +589,7 @@ def _rerun_checkpoint_in_region(run: Callable[..., Any], region: Region, *args: 
         again.path = list(region.path)
         out = again.move_output_to_global_exponent(run(*args, **kwargs), wide=False)
 
-    def let_backward_pass_join(x: Tensor) -> Tensor:
+    def add_join_hook(x: Tensor) -> Tensor:
         if x.is_leaf:
             return x
         # Its hook is called before those of edges.
@@ -596,4 +598,4 @@ def _rerun_checkpoint_in_region(run: Callable[..., Any], region: Region, *args: 
         node.register_prehook(backward.join_scaled_pass)
         return x
 
-    return map_tensors(out, let_backward_pass_join) if backward.is_in_scaled_pass() else out
+    return map_tensors(out, add_join_hook) if backward.is_in_scaled_pass() else out

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...kernels import hide_own_frames_from_compiler
-from .._functions import is_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
+from .._functions import is_leaf_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
 from .._site import Site, copy_keeping_strides, make_power_of_two
-from ._backward import FIRST_LEAF_SEQUENCE_NUMBER, Backward, thread_region_state
+from ._backward import FIRST_LEAF_SEQUENCE_NUMBER, BackwardHooks, thread_region_state
 from ._region import CallRecording, ModuleNameCache
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
@@ -40,11 +40,11 @@ class GraphShape:
 
 
 def compute_graph_shape_and_nodes(
-    roots: Iterable[tuple[Any, int]], begun: int, inputs: Collection, skipped: Collection = ()
+    roots: Iterable[tuple[Any, int]], start_sequence_nr: int, inputs: Collection, skipped: Collection = ()
 ) -> tuple[GraphShape, list[Any]]:
     """Return a graph's shape and nodes, from outputs to leaves and to nodes made before the forward pass.
 
-    That began at autograd's sequence number ``begun``, in its thread; any may have made ``inputs``, of what it read.
+    That began at autograd's ``start_sequence_nr``, in its thread; any may have made ``inputs``, of what it read.
     """
     places: dict[Any, int] = {}
     nodes: list[Any] = []
@@ -52,7 +52,7 @@ def compute_graph_shape_and_nodes(
     links: list[tuple[GraphLink | None, ...]] = []
     leaves: list[tuple[int, torch.dtype, int | None]] = []
 
-    def link(node: Any, number: int) -> GraphLink | None:
+    def make_link(node: Any, number: int) -> GraphLink | None:
         while node in skipped:
             node, number = node.next_functions[0]
         if node is None:
@@ -62,15 +62,15 @@ def compute_graph_shape_and_nodes(
             nodes.append(node)
         return places[node], number
 
-    found: list[Any] = [link(*root) for root in roots]
+    found: list[Any] = [make_link(*root) for root in roots]
     for node in nodes:
         leaf = node._sequence_nr() >= FIRST_LEAF_SEQUENCE_NUMBER
         if leaf:
             held = node.variable
-            leaves.append((len(node_types), held.dtype, id(held) if is_parameter(held) else None))
-        outside = not leaf and (node in inputs or node._sequence_nr() < begun)
+            leaves.append((len(node_types), held.dtype, id(held) if is_leaf_parameter(held) else None))
+        outside = not leaf and (node in inputs or node._sequence_nr() < start_sequence_nr)
         node_types.append(None if outside else type(node))
-        links.append(() if leaf or outside else tuple(link(*one) for one in node.next_functions))
+        links.append(() if leaf or outside else tuple(make_link(*one) for one in node.next_functions))
     return GraphShape(tuple(found), tuple(node_types), tuple(links), tuple(leaves)), nodes
 
 
@@ -81,7 +81,7 @@ _NODE_NAMES_MAKING_NEW_GRADIENTS = {
 }
 
 
-def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
+def make_multiplying_hook(backward: BackwardHooks, node_name: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
     """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
     ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossGradientFollower).
@@ -89,13 +89,13 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
     following, new = backward.loss_follower, node_name in _NODE_NAMES_MAKING_NEW_GRADIENTS
 
     @hide_own_frames_from_compiler
-    def multiply(gradients: tuple, given: tuple) -> tuple | None:
+    def multiply_gradients(gradients: tuple, given: tuple) -> tuple | None:
         if backward.has_inactive_hooks():
             return None
         # The gradient of what is added to a product is the product's own.
-        if new and type(following.lift) is int and gradients[0] is not given[0]:
+        if new and type(following.lift_exponent) is int and gradients[0] is not given[0]:
             for slot, exponent, sign in moves:
-                gradient, power = gradients[slot], exponent + sign * following.lift
+                gradient, power = gradients[slot], exponent + sign * following.lift_exponent
                 if gradient is not None and power:
                     gradient.mul_(make_power_of_two(power))
             return None
@@ -105,7 +105,7 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
                 found[slot] = following.multiply_by_power_and_lift(found[slot], exponent, sign)
         return tuple(found)
 
-    return multiply
+    return multiply_gradients
 
 
 # Nodes that hand a gradient on in another shape, as the transposition of a linear layer's weight.
@@ -117,25 +117,25 @@ _UNREPLAYABLE_NODE_NAMES = {"CopySlices", "AsStridedBackward0", "AsStridedBackwa
 class LearnedGraph:
     """The sites of a graph's nodes, and the hooks of nodes that take gradients from one site to the next."""
 
-    def __init__(self, shape: GraphShape, sites: list[Site], opened: dict[Site, None], backward: Backward) -> None:
+    def __init__(self, shape: GraphShape, sites: list[Site], opened: dict[Site, None], backward: BackwardHooks) -> None:
         self.shape = shape
         # The sites that products open, in forward's order.
         self.opened_sites = opened
         self._backward = backward
-        self._sites = sites
-        self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
-        self._exponents: list[tuple[int, bool]] = []
-        self._hooks: list[tuple[int, Callable]] = []
+        self._node_sites = sites
+        self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._node_sites]))
+        self._hooked_exponents: list[tuple[int, bool]] = []
+        self._node_hooks: list[tuple[int, Callable]] = []
 
     def attach_hooks(self, nodes: list[Any]) -> list[Site]:
         """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
         exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
-        if exponents != self._exponents:
-            self._exponents = exponents
-            self._hooks = self._make_hooks()
-        for place, hook in self._hooks:
+        if exponents != self._hooked_exponents:
+            self._hooked_exponents = exponents
+            self._node_hooks = self._make_hooks()
+        for place, hook in self._node_hooks:
             nodes[place].register_hook(hook)
-        return [self._sites[place] for place, _ in self.shape.roots]
+        return [self._node_sites[place] for place, _ in self.shape.roots]
 
     def _make_hooks(self) -> list[tuple[int, Callable]]:
         """Return the places of nodes whose gradients move, each with its hook; equal hooks are made once."""
@@ -148,7 +148,7 @@ class LearnedGraph:
                 if link is not None
                 and any(
                     move := self._backward.loss_follower.find_move_exponent_and_lift_sign(
-                        self._sites[link[0]], self._sites[place]
+                        self._node_sites[link[0]], self._node_sites[place]
                     )
                 )
             ]
@@ -161,14 +161,14 @@ class LearnedGraph:
 
 
 def learn_graph(
-    recording: CallRecording, outputs: list[Tensor], begun: int, inputs: Collection, backward: Backward
+    recording: CallRecording, outputs: list[Tensor], start_sequence_nr: int, inputs: Collection, backward: BackwardHooks
 ) -> LearnedGraph | None:
     """Return the graph of a recorded forward pass with its sites; None where each pass needs a region."""
     kept = {id(x) for x in outputs}
-    if recording.failed or any(one() is not None and id(one()) not in kept for one in recording.scalar_results):
+    if recording.has_failed or any(one() is not None and id(one()) not in kept for one in recording.scalar_results):
         return None
     shape, nodes = compute_graph_shape_and_nodes(
-        ((x.grad_fn, x.output_nr) for x in outputs), begun, inputs, recording.edge_nodes
+        ((x.grad_fn, x.output_nr) for x in outputs), start_sequence_nr, inputs, recording.edge_nodes
     )
     refused = any(one is not None and one.__name__ in _UNREPLAYABLE_NODE_NAMES for one in shape.node_types)
     # The gradient of a leaf in float16 would need an edge of its own.
@@ -195,7 +195,7 @@ def learn_graph(
 
 # So many graphs are kept, and so many forward passes may turn out to have another than those before; a model that has
 # more of either is always watched by regions.
-_MOST_KEPT_GRAPHS, _MOST_UNKNOWN_GRAPHS = 16, 6
+_MAX_KEPT_GRAPHS, _MAX_UNKNOWN_GRAPHS = 16, 6
 
 
 class GraphReplay:
@@ -207,30 +207,32 @@ class GraphReplay:
 
     is_replaying = True
 
-    def __init__(self, backward: Backward, names: ModuleNameCache) -> None:
+    def __init__(self, backward: BackwardHooks, names: ModuleNameCache) -> None:
         self._backward = backward
         self._global_site = backward.sites.global_site
         self._names = names
         self._graphs: dict[GraphShape, LearnedGraph] = {}
-        self._known_in_row = self._unknown_graphs = 0
+        self._known_graphs_in_row = self._unknown_graphs = 0
         self._has_given_up = False
 
     def is_ready_to_replay(self) -> bool:
         """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
-        return self._known_in_row >= 2**self._unknown_graphs
+        return self._known_graphs_in_row >= 2**self._unknown_graphs
 
-    def is_learning(self) -> bool:
+    def can_learn(self) -> bool:
         """Return whether regions may still teach it a graph."""
         return not self._has_given_up and not self._names.is_sharded()
 
-    def learn_from_recording(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
+    def learn_from_recording(
+        self, recording: CallRecording, arguments: Any, output: Any, start_sequence_nr: int
+    ) -> None:
         """Store the graph that a region recorded."""
         with torch._C.DisableTorchFunction():
             outputs, inputs = list_output_tensors(output), list_input_nodes(arguments)
-            learned = learn_graph(recording, outputs, begun, inputs, self._backward)
+            learned = learn_graph(recording, outputs, start_sequence_nr, inputs, self._backward)
         known = learned is not None and learned.shape in self._graphs
-        self._known_in_row = self._known_in_row + 1 if known else 0
-        if learned is None or (not known and len(self._graphs) == _MOST_KEPT_GRAPHS):
+        self._known_graphs_in_row = self._known_graphs_in_row + 1 if known else 0
+        if learned is None or (not known and len(self._graphs) == _MAX_KEPT_GRAPHS):
             self._has_given_up = True
         else:
             self._graphs[learned.shape] = learned
@@ -239,7 +241,7 @@ class GraphReplay:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
         outer, cached = thread_region_state.region, torch.is_autocast_cache_enabled()
         self._backward.deactivate_hooks_outside_backward()
-        begun = torch._C._autograd._get_sequence_nr()
+        start_sequence_nr = torch._C._autograd._get_sequence_nr()
         thread_region_state.region = self
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
         torch.set_autocast_cache_enabled(False)
@@ -249,30 +251,34 @@ class GraphReplay:
                 self._mark_node_at_global_exponent(node)
             output = call(*args, **kwargs)
             outputs = list_output_tensors(output)
-            return self._hook_nodes_of_known_graph(output, outputs, begun, inputs, wide()) if outputs else output
+            if not outputs:
+                return output
+            return self._hook_nodes_of_known_graph(output, outputs, start_sequence_nr, inputs, wide())
         finally:
             thread_region_state.region = outer
             torch.set_autocast_cache_enabled(cached)
-            self._backward.forwards += 1
-            self._backward.replays += 1
-            self._backward.unmarked_passes.append((begun, torch._C._autograd._get_sequence_nr()))
+            self._backward.forward_count += 1
+            self._backward.replay_count += 1
+            self._backward.unmarked_sequence_ranges.append((start_sequence_nr, torch._C._autograd._get_sequence_nr()))
 
     def _hook_nodes_of_known_graph(
-        self, output: Any, outputs: list[Tensor], begun: int, inputs: Collection, wide: bool
+        self, output: Any, outputs: list[Tensor], start_sequence_nr: int, inputs: Collection, wide: bool
     ) -> Any:
         """Return the output at the global exponent, with its graph's nodes hooked if the graph is known."""
-        shape, nodes = compute_graph_shape_and_nodes([(x.grad_fn, x.output_nr) for x in outputs], begun, inputs)
+        shape, nodes = compute_graph_shape_and_nodes(
+            [(x.grad_fn, x.output_nr) for x in outputs], start_sequence_nr, inputs
+        )
         for node, node_type in zip(nodes, shape.node_types):
             if node_type is None:
                 self._mark_node_at_global_exponent(node)
         learned = self._graphs.get(shape)
         if learned is None:
-            self._known_in_row = 0
+            self._known_graphs_in_row = 0
             self._unknown_graphs += 1
-            self._has_given_up = self._unknown_graphs >= _MOST_UNKNOWN_GRAPHS
+            self._has_given_up = self._unknown_graphs >= _MAX_UNKNOWN_GRAPHS
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach_hooks(nodes)
         opened = {} if learned is None else learned.opened_sites
-        self._backward.reached.update(opened)
+        self._backward.reached_sites.update(opened)
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
 
         def move_to_global_exponent(x: Tensor) -> Tensor:
@@ -310,12 +316,12 @@ class GraphReplay:
 
 @hide_own_frames_from_compiler
 def _move_output_gradient(
-    backward: Backward, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
+    backward: BackwardHooks, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
 ) -> tuple | None:
     """Move an output's gradient to the output's site (the hook of its node)."""
     if backward.has_inactive_hooks():
         return None
-    backward.reached.update(opened)
+    backward.reached_sites.update(opened)
     gradient = gradients[0]
     if gradient is None or not any(move):
         return None
@@ -324,7 +330,7 @@ def _move_output_gradient(
 
 def count_replays(scaler: Any) -> int:
     """Return how many forward passes of a scaler's models ran without a region."""
-    return scaler._controller.backward.replays
+    return scaler._controller.backward.replay_count
 
 
 def list_input_nodes(arguments: Any) -> frozenset[Any]:

@@ -37,10 +37,10 @@ class PointwiseKernel(TritonKernel):
     def __init__(self, trace: Trace, results: Sequence[int]) -> None:
         self.trace, self.results, self.size = trace, results, trace.count_instructions()
         # Registers hold the values of a tile.
-        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE_INSTRUCTIONS else 256
-        self.values = concatenate_tables(trace) or (0.0,)
+        self.tile_elements = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE_INSTRUCTIONS else 256
+        self.table_values = concatenate_tables(trace) or (0.0,)
         # Kept as long as the kernel, since what runs or was captured still reads them.
-        self.copy_tables = functools.cache(functools.partial(torch.tensor, self.values, dtype=torch.float64))
+        self.copy_tables = functools.cache(functools.partial(torch.tensor, self.table_values, dtype=torch.float64))
 
     @property
     def source(self) -> str:
@@ -74,7 +74,7 @@ class PointwiseKernel(TritonKernel):
         held, modes, columns = lay_out_operands(inputs, first.shape, device)
         given = *held, *outputs, self.copy_tables(device=device), count, columns, *modes, count % VECTOR_ELEMENTS == 0
         with use_device(device):
-            self.triton_function[(-(-count // self.tile),)](*given, self.tile, **COMPILE_OPTIONS)
+            self.triton_function[(-(-count // self.tile_elements),)](*given, self.tile_elements, **COMPILE_OPTIONS)
 
 
 _LOAD_SOURCE = f"""@triton.jit
@@ -132,40 +132,38 @@ class ReductionKernel(TritonKernel):
         steps, inputs, outputs = self._source_arguments
         pieces = dict(zip(("step", "join", "merge", "close"), steps.record_steps(len(inputs))))
         functions = dict.fromkeys(text for name, piece in pieces.items() for text in write_functions(name, *piece))
-        width = range(steps.width)
+        width, initial = range(steps.accumulator_count), steps.initial_value
         state, new, held, other = ([f"{name}{k}" for k in width] for name in ("state", "new", "held", "other"))
         written_out = pieces["step"][0].count_instructions() <= _MOST_UNROLLED_INSTRUCTIONS
 
-        def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
+        def format_call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
             return f"{', '.join(results)} = {name}({', '.join(given)})"
 
-        def start(names: Sequence[str]) -> list[str]:
-            return [
-                f"{name} = tl.full([LANES], {0.0 if k else steps.start}, tl.float64)" for k, name in enumerate(names)
-            ]
+        def format_start_values(names: Sequence[str]) -> list[str]:
+            return [f"{name} = tl.full([LANES], {0.0 if k else initial}, tl.float64)" for k, name in enumerate(names)]
 
         turn = [
             "at = (first + turn) * width + lane",
             "there = inside & (at < count)",
             *(
-                f"row{k} = tl.load(input{k} + base + at, mask=there, other={0.0 if k else steps.start}).to(tl.float64)"
+                f"row{k} = tl.load(input{k} + base + at, mask=there, other={0.0 if k else initial}).to(tl.float64)"
                 for k in inputs
             ),
-            call("step", new, [*state, *(f"row{k}" for k in inputs)]),
+            format_call("step", new, [*state, *(f"row{k}" for k in inputs)]),
             *(f"state{k} = tl.where(first + turn < turns, new{k}, state{k})" for k in width),
         ]
         block = [
-            *start(state),
+            *format_start_values(state),
             f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK_ROWS}):",
             indent_lines(turn),
-            call("join", held, [*held, *state]),
+            format_call("join", held, [*held, *state]),
             f"first += {BLOCK_ROWS}",
         ]
         merge = [
             "beside = (several + 1) // 2",
             "from_lane = tl.minimum(lane + beside * columns, LANES - 1).to(tl.int32)",
             *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in width),
-            call("merge", new, [*held, *other]),
+            format_call("merge", new, [*held, *other]),
             *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in width),
             "several = beside",
         ]
@@ -180,14 +178,14 @@ class ReductionKernel(TritonKernel):
             "count = tl.minimum(rows - top, length) * columns",
             "turns = (count + width - 1) // width",
             "base = (matrix * rows + top) * columns",
-            *start(held),
+            *format_start_values(held),
             # Triton's interpreter has no loops over ranges that it computes.
             "first = turns * 0",
             "while first < turns:",
             indent_lines(block),
             f"for _ in range({LANES_OF_NARROW_MATRIX.bit_length() - 1}):",
             indent_lines(merge),
-            call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
+            format_call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
             "to = segment * columns + lane",
             *(
                 f"write(output{k} + to, round_to_type(y{k}, output{k}.dtype.element_ty), lane < columns)"
@@ -201,22 +199,22 @@ class ReductionKernel(TritonKernel):
         return write_module(functions, f"{text}{indent_lines(lines)}\n")
 
     def __call__(
-        self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], layout_sizes: Sequence[int], divisor: int
     ) -> None:
         """Reduce segments of rows of matrices, which lie one after another without gaps; a mean has a divisor.
 
-        The results have a row for each segment. `cut` are matrices, rows, columns, rows of a segment, segments of a
-        matrix, and rows that lie side by side in the lanes of a program.
+        The results have a row for each segment. `layout_sizes` are matrices, rows, columns, rows of a segment,
+        segments of a matrix, and rows that lie side by side in the lanes of a program.
         """
-        many, rows, columns, length, segments, several = cut
+        many, rows, columns, length, segments, several = layout_sizes
         narrow = columns < LANES_OF_NARROW_MATRIX
         lanes = LANES_OF_NARROW_MATRIX if narrow else _TILE_COLUMNS
         tiles = 1 if narrow else -(-columns // lanes)
         if not many * segments * columns:
             return
-        with use_device(made[0].device):
+        with use_device(outputs[0].device):
             # One axis: CUDA's second one ends at 65,535.
             sizes = rows, columns, length, segments, divisor, several, tiles
             warps = 1 if narrow else 4
             run = self.triton_function[(many * segments * tiles,)]
-            run(*parts, *made, *sizes, lanes, num_warps=warps, enable_fp_fusion=False)
+            run(*inputs, *outputs, *sizes, lanes, num_warps=warps, enable_fp_fusion=False)

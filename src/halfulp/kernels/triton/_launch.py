@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .._canary import check_bits
-from .._device_function import RANDOM_STREAM_INPUTS, PointerTableFunction
+from .._device_function import RANDOM_STREAM_INPUT_NAMES, PointerTableFunction
 from .._engine import note_fallback, use_reference_in_thread, warn_once_of_fallback
 from .._index_map import CHUNK_ELEMENTS
 from .._operator import is_under_transform
@@ -94,34 +94,34 @@ class TensorKernel(TritonKernel):
     """A device function of a table as a kernel on tensors of one shape, which are the table's columns.
 
     Every tensor is contiguous, or all lie in memory in the same order. Random words are numbered by the position in
-    that order. A launch reads `memory_constants` from the device's memory, where they lie in order.
+    that order. A launch reads `memory_constant_numbers` from the device's memory, where they lie in order.
     """
 
-    def __init__(self, table: PointerTableFunction, memory_constants: tuple[int, ...] = ()) -> None:
-        self.table, self.memory_constants, trace = table, memory_constants, table.trace
+    def __init__(self, table: PointerTableFunction, memory_constant_numbers: tuple[int, ...] = ()) -> None:
+        self.table, self.memory_constant_numbers, trace = table, memory_constant_numbers, table.trace
         # A block is padded to a power of two, and is a row.
-        columns = 1 << (table.block - 1).bit_length() if table.block else TILE_ELEMENTS
+        columns = 1 << (table.block_size - 1).bit_length() if table.block_size else TILE_ELEMENTS
         self.tile_shape = max(1, TILE_ELEMENTS // columns), columns
         self.options = COMPILE_OPTIONS | {"num_warps": max(TILE_ELEMENTS, columns) // _ELEMENTS_PER_WARP}
         # The kinds of the inputs on which what is written depends, by their names.
         inputs = (k for k in sorted(find_needed_instructions(trace)) if trace.lines[k][0] == "input")
         self.input_kinds: dict[tuple[str, int], str] = {trace.lines[k][2]: trace.kinds[k] for k in inputs}
         constants = (k for name, k in self.input_kinds if name == "constant")
-        self.argument_constant_numbers = [k for k in constants if k not in memory_constants]
+        self.argument_constant_numbers = [k for k in constants if k not in memory_constant_numbers]
 
     @property
     def source(self) -> str:
         """The text of the module, with one program per tile."""
-        (rows, columns), block, kinds = self.tile_shape, self.table.block, self.input_kinds
+        (rows, columns), block, kinds = self.tile_shape, self.table.block_size, self.input_kinds
         lines = [f"constant{k} = c{k}" for k in self.argument_constant_numbers]
-        for slot, k in enumerate(self.memory_constants):
+        for slot, k in enumerate(self.memory_constant_numbers):
             bits = kinds["constant", k][1:]
             lines.append(f"constant{k} = tl.load(memory.to(tl.pointer_type(tl.int{bits})) + {slot})")
         for kind, k in ((kind, name[1]) for name, kind in kinds.items() if name[0] == "constant"):
             # In the interpreter integers of less than 2^32 have 32 bits, of which no bitcast makes 64.
             cast = f"constant{k}.to(tl.int{kind[1:]}).to(tl.uint{kind[1:]})"
             lines.append(f"constant{k} = {f'real({cast})' if kind[0] == 'f' else cast}")
-        draws = RANDOM_STREAM_INPUTS[0] in kinds
+        draws = RANDOM_STREAM_INPUT_NAMES[0] in kinds
         start = "start_stream(key.to(tl.uint32), (key.to(tl.int64) >> 32).to(tl.uint32), {})"
         whole = [
             f"first = tl.program_id(0).to(tl.int64) * {rows * columns}",
@@ -130,7 +130,7 @@ class TensorKernel(TritonKernel):
             f"lanes = {f'first + blocks * {columns}' if block else 'i'} < count",
         ]
         if draws:  # the counters of neighbours differ by a step
-            step = f"tl.full([], {self.table.counter_step}, tl.uint32)"
+            step = f"tl.full([], {self.table.random_counter_step}, tl.uint32)"
             whole += [f"begun, own = {start.format('first')}", f"counter = begun + offsets.to(tl.uint32) * {step}"]
         if block:
             ragged = [
@@ -147,16 +147,16 @@ class TensorKernel(TritonKernel):
         else:  # of an argument itself tl.multiple_of says nothing
             lines += ["if aligned:", f"    count = count // {VECTOR_BYTES} * {VECTOR_BYTES}", *whole]
         take = ["tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), tl.max(tl.where(lanes, sum0, 0)), sem='relaxed')"]
-        types = {f"a{j}": "tl.int64" for j in range(self.table.columns)}
+        types = {f"a{j}": "tl.int64" for j in range(self.table.column_count)}
         types |= {f"c{k}": f"tl.int{kinds['constant', k][1:]}" for k in self.argument_constant_numbers}
         types |= dict.fromkeys(("key", "memory", "count", "length", "per_row"), "tl.int64")
         typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
         head = f"do_not_specialize={list(types)}", f"{typed}, aligned: tl.constexpr, ragged: tl.constexpr"
-        return write_kernel(self.table, kinds, head, [*lines, "b = i"], take)
+        return write_kernel_module(self.table, kinds, head, [*lines, "b = i"], take)
 
     def has_ragged_blocks(self, length: int) -> bool:
         """Return whether rows of a length are not cut into whole blocks of a power of two."""
-        block = self.table.block
+        block = self.table.block_size
         return block is not None and (block != self.tile_shape[1] or length % block != 0)
 
     def select_launch_constants(self, words: np.ndarray) -> tuple[int, ...]:
@@ -170,14 +170,14 @@ class TensorKernel(TritonKernel):
         addresses: Sequence[int],
         count: int,
         constants: Sequence[int] = (),
-        key: int = 0,
+        random_key: int = 0,
         length: int | None = None,
-        memory: int = 0,
+        memory_address: int = 0,
         aligned: bool = False,
     ) -> None:
         """Run the kernel over `count` elements at addresses, in rows of a length where there are blocks.
 
-        `constants` are of `select_launch_constants`, `key` that of the random words, `memory` the address of
+        `constants` are of `select_launch_constants`, `random_key` that of the random words, `memory_address` that of
         the constants in memory, or of the word that takes the largest; `aligned` may be False though all are.
         """
         if not count:
@@ -185,9 +185,9 @@ class TensorKernel(TritonKernel):
         rows, columns = self.tile_shape
         length = count if length is None else length
         ragged = self.has_ragged_blocks(length)
-        per_row = -(-length // (self.table.block or length))
+        per_row = -(-length // (self.table.block_size or length))
         programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
-        sizes = (key ^ 1 << 63) - (1 << 63), memory, count, length, per_row
+        sizes = (random_key ^ 1 << 63) - (1 << 63), memory_address, count, length, per_row
         with use_device(device):
             self.triton_function[(programs,)](*addresses, *constants, *sizes, aligned, ragged, **self.options)
 
@@ -210,7 +210,7 @@ def copy_with_alignment(x: torch.Tensor, device: torch.device, aligned: bool) ->
     return flat[: x.numel()].view(x.shape).copy_(x)
 
 
-def write_kernel(
+def write_kernel_module(
     table: PointerTableFunction,
     inputs: Iterable[tuple[str, int]],
     head: tuple[str, str],
@@ -222,9 +222,9 @@ def write_kernel(
     The lines give each column's address a name as a0, and inputs as constant0, counter and own; `head` are Triton's
     options and the kernel's arguments, and other lines do something with the sums' values, sum0 and so on.
     """
-    arguments: dict[object, str] = {j: f"a{j}" for j in range(table.columns)}
+    arguments: dict[object, str] = {j: f"a{j}" for j in range(table.column_count)}
     arguments |= {name: f"constant{name[1]}" if name[0] == "constant" else name[0] for name in inputs}
-    start, found = table.stream_start, ", ".join(f"sum{j}" for j in range(len(table.trace.sums)))
+    start, found = table.random_stream_function, ", ".join(f"sum{j}" for j in range(len(table.trace.sums)))
     functions = write_functions("start_stream", start.trace, start.results) if start else []
     functions.append(write_element_function("element", table.trace, arguments))
     call = f"element(i, b, {', '.join(arguments.values())}, lanes, aligned)"
@@ -236,10 +236,10 @@ def write_kernel(
 class DeviceChunks(NamedTuple):
     """Chunks on a device, those first that hold whole vectors at aligned addresses."""
 
-    aligned_rows: np.ndarray  # bool array of shape (rows,): whose addresses are aligned
+    aligned_row_mask: np.ndarray  # bool array of shape (rows,): whose addresses are aligned
     chunks: np.ndarray  # int64 array of shape (chunks, 4), in the order in which they lie there
-    aligned_count: int  # how many come first
-    device_tensor: torch.Tensor  # the chunks on the device
+    aligned_chunk_count: int  # how many come first
+    device_chunks: torch.Tensor  # the chunks on the device
 
 
 def copy_chunks_to_device(
@@ -250,14 +250,14 @@ def copy_chunks_to_device(
     `placed`, what an earlier call with the same chunks returned, is returned if nothing has changed.
     """
     rows = (pointers % VECTOR_BYTES == 0).all(1)
-    if placed is not None and np.array_equal(placed.aligned_rows, rows):
+    if placed is not None and np.array_equal(placed.aligned_row_mask, rows):
         return placed
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
     return DeviceChunks(rows, ordered, int(whole.sum()), copy_to_device(ordered, device))
 
 
-class TableKernel(TritonKernel):
+class PointerTableKernel(TritonKernel):
     """A compiled device function of a table of pointers, one program per tile of a chunk.
 
     A row of the table holds the addresses, then constants of 32 bits, as their bits, and the key of whoever draws. The
@@ -266,7 +266,7 @@ class TableKernel(TritonKernel):
 
     def __init__(self, table: PointerTableFunction, tile: int = TILE_ELEMENTS) -> None:
         self.table, self.tile_elements = table, tile
-        self.largest_columns = sum(how == "max" for how, _ in table.trace.sums)
+        self.maximum_count = sum(how == "max" for how, _ in table.trace.sums)
         sizes = [extra[0] for operation, _, extra in table.trace.lines if operation == "load" and not extra[1]]
         # A thread has 8 elements of 16 bits, or 4 of more: ptxas spills some kernels of 8, whose two vectors would not
         # lie together, as those codes of 4 bits do that a thread loads at once.
@@ -278,8 +278,8 @@ class TableKernel(TritonKernel):
     def source(self) -> str:
         """The text of the module."""
         table, tile, count = self.table, self.tile_elements, len(self.table.trace.sums)
-        inputs = [("constant", k) for k in range(table.constants)]
-        last = table.columns + table.constants
+        inputs = [("constant", k) for k in range(table.constant_count)]
+        last = table.column_count + table.constant_count
         lines = [
             "c = tl.program_id(0).to(tl.int64)",
             "part = tl.program_id(1)",
@@ -291,11 +291,11 @@ class TableKernel(TritonKernel):
             f"    begin = tl.multiple_of(begin, {VECTOR_BYTES})",
             f"    length = tl.multiple_of(length, {VECTOR_BYTES})",
             "row = rows + r * width",
-            *(f"a{j} = tl.load(row + {j})" for j in range(table.columns)),
-            *(f"constant{k} = real(tl.load(row + {table.columns + k}).to(tl.uint32))" for _, k in inputs),
+            *(f"a{j} = tl.load(row + {j})" for j in range(table.column_count)),
+            *(f"constant{k} = real(tl.load(row + {table.column_count + k}).to(tl.uint32))" for _, k in inputs),
         ]
-        if table.block:
-            block, blocks = table.block, tile // table.block
+        if table.block_size:
+            block, blocks = table.block_size, tile // table.block_size
             lines += [
                 f"row_of_tile = (part * {blocks} + tl.arange(0, {blocks})).to(tl.int64)",
                 f"offsets = row_of_tile[:, None] * {block} + tl.arange(0, {block})[None, :]",
@@ -307,19 +307,19 @@ class TableKernel(TritonKernel):
         else:
             lines.append(f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)")
             lines += ["lanes = offsets < length", "i = begin + offsets", "b = i"]
-        if table.stream_start:
-            inputs += RANDOM_STREAM_INPUTS
+        if table.random_stream_function:
+            inputs += RANDOM_STREAM_INPUT_NAMES
             lines.append(f"key = tl.load(row + {last})")
             lines.append("counter, own = start_stream(key.to(tl.uint32), (key >> 32).to(tl.uint32), start + offsets)")
-        place = "r" if self.largest_columns else f"(c * {CHUNK_ELEMENTS // tile} + part)"
+        place = "r" if self.maximum_count else f"(c * {CHUNK_ELEMENTS // tile} + part)"
         add = (  # the largest of each row in whatever order programs run, or sums of each tile
             "tl.atomic_max(to + {0}, tl.max(tl.where(lanes, sum{0}, 0).to(tl.int32, bitcast=True)), sem='relaxed')"
-            if self.largest_columns
+            if self.maximum_count
             else "tl.store(to + {0}, tl.sum(tl.where(lanes, sum{0}, 0.0).to(tl.float64)))"
         )
         sums = [f"to = totals + {place} * {count}", *(add.format(j) for j in range(count))]
         names = f"chunks, rows, width: tl.int64, {'totals, ' if count else ''}aligned: tl.constexpr"
-        return write_kernel(table, inputs, ("do_not_specialize=['width']", names), lines, sums)
+        return write_kernel_module(table, inputs, ("do_not_specialize=['width']", names), lines, sums)
 
     def __call__(self, chunks: np.ndarray, pointers: np.ndarray, device: torch.device) -> None:
         """Run it over all chunks of a table that consists of pointers, as `copy_chunks_to_device` takes both."""
@@ -332,15 +332,16 @@ class TableKernel(TritonKernel):
         """
         chunks, device, sums = len(placed.chunks), rows.device, len(self.table.trace.sums)
         parts = -(-int(placed.chunks[:, 2].max(initial=0)) // self.tile_elements)
-        if self.largest_columns:
+        if self.maximum_count:
             totals = torch.zeros(len(rows), sums, dtype=torch.int32, device=device)
         else:
             tiles = CHUNK_ELEMENTS // self.tile_elements
             totals = torch.zeros(chunks if sums else 0, tiles, sums, dtype=torch.float64, device=device)
         with use_device(device):
-            for first, last, aligned in ((0, placed.aligned_count, True), (placed.aligned_count, chunks, False)):
+            aligned_count = placed.aligned_chunk_count
+            for first, last, aligned in ((0, aligned_count, True), (aligned_count, chunks, False)):
                 if first < last:
-                    to = [totals if self.largest_columns else totals[first:]] if sums else []
+                    to = [totals if self.maximum_count else totals[first:]] if sums else []
                     run = self.triton_function[last - first, parts]
-                    run(placed.device_tensor[first:last], rows, rows.shape[1], *to, aligned, **self.options)
+                    run(placed.device_chunks[first:last], rows, rows.shape[1], *to, aligned, **self.options)
         return totals

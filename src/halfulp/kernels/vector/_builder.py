@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .._device_function import STREAMING_STORE_ALIGNMENT
+from .._device_function import STREAMING_STORE_ALIGNMENT_BYTES
 from .._trace import Trace
-from ._processor import has_features
+from ._processor import has_cpu_features
 
 # Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
 # 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
@@ -46,7 +46,7 @@ def match_select_to_fixup(trace: Trace, number: int) -> tuple[int, int, int] | N
 
 def has_fixup_instruction(lanes: int) -> bool:
     """Return whether the processor has the instruction for so many float32."""
-    return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
+    return (lanes == 16 and has_cpu_features("avx512f")) or (lanes == 8 and has_cpu_features("avx512f", "avx512vl"))
 
 
 def write_fixup_instruction(b: Any, kept: Any, classified: Any, table: int) -> Any:
@@ -74,7 +74,7 @@ def _find_fixup_response(trace: Trace, number: int) -> int | None:
 class VectorBuilder:
     """Writes LLVM instructions on scalars and vectors by llvmlite's builder; a value's type tells its lanes."""
 
-    arguments: Any  # the address of a whole function's arguments, words of 64 bits
+    arguments_address: Any  # the address of a whole function's arguments, words of 64 bits
 
     def __init__(self, builder) -> None:
         from llvmlite import ir
@@ -170,7 +170,7 @@ class VectorBuilder:
         """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
             memory = self.b.alloca(kind, size=self.int64(count))
-        memory.align = STREAMING_STORE_ALIGNMENT  # no vector lies in two cache lines
+        memory.align = STREAMING_STORE_ALIGNMENT_BYTES  # no vector lies in two cache lines
         return memory
 
     def prefetch_line(self, address, locality: int = 3) -> None:
@@ -184,7 +184,7 @@ class VectorBuilder:
 
     def get_memory_type(self, dtype: torch.dtype):
         """Return the integer type of an element's size."""
-        return self.ir.IntType(8 * get_element_size(dtype))
+        return self.ir.IntType(8 * get_element_bytes(dtype))
 
     def pointer(self, address, i, kind):
         """Return a pointer to element i of an array at an address, of a scalar or a vector type."""
@@ -198,7 +198,7 @@ class VectorBuilder:
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
         """Load elements from index i of an array, as integers of their size."""
         kind = self.make_vector_type(self.get_memory_type(dtype), lanes)
-        return self.b.load(self.pointer(address, i, kind), align=get_element_size(dtype))
+        return self.b.load(self.pointer(address, i, kind), align=get_element_bytes(dtype))
 
     def load_reals(self, address, i, dtype: torch.dtype, kind):
         """Load elements from index i of an array as a type of float32 or float64, which tells how many."""
@@ -225,12 +225,12 @@ class VectorBuilder:
         elif dtype == torch.float64 and not wide:
             value = self.b.fpext(value, self.make_type_like(value, self.f64))
         if dtype == torch.bfloat16:
-            value = self._to_bfloat16(value, exact)
+            value = self._to_bfloat16_bits(value, exact)
         elif dtype == torch.float16:
-            value = self.convert_to_half(value)
-        self.b.store(value, self.pointer(address, i, value.type), align=get_element_size(dtype))
+            value = self.convert_to_float16_bits(value)
+        self.b.store(value, self.pointer(address, i, value.type), align=get_element_bytes(dtype))
 
-    def convert_to_half(self, value):
+    def convert_to_float16_bits(self, value):
         """Round float32 to nearest, ties to even, as words of 16 bits that hold float16."""
         half = self.b.fptrunc(value, self.make_type_like(value, self.f16))
         return self.b.bitcast(half, self.make_type_like(value, self.i16))
@@ -248,7 +248,7 @@ class VectorBuilder:
         odd = b.or_(below, b.zext(b.fcmp_ordered("!=", back, value), words))
         return b.bitcast(odd, near.type)
 
-    def _to_bfloat16(self, value, exact: bool):
+    def _to_bfloat16_bits(self, value, exact: bool):
         b, words = self.b, self.make_type_like(value, self.i32)
         bits = b.bitcast(value, words)
         shown = b.lshr(bits, self.constant(words, 16))
@@ -272,6 +272,6 @@ def get_lane_type(kind):
     return getattr(kind, "element", kind)
 
 
-def get_element_size(dtype: torch.dtype) -> int:
+def get_element_bytes(dtype: torch.dtype) -> int:
     """Return the bytes of an element in memory."""
     return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)

@@ -17,7 +17,7 @@ from ._builder import (
     match_select_to_fixup,
     write_fixup_instruction,
 )
-from ._processor import find_processor, find_vector_bits, has_fused_vectors
+from ._processor import find_llvm_target, find_vector_bits, has_vector_fma
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _LLVM_INSTRUCTION_BY_OPERATION = {
@@ -40,19 +40,21 @@ _PLACE_OPERATIONS = ("address", "index", "block")  # of elements, which loads an
 
 
 class InstructionWriter(VectorBuilder):
-    """Writes the operations of a trace on so many lanes; functions that it calls are written out, unless it `calls`."""
+    """Writes the operations of a trace on so many lanes; functions are inlined unless it `calls_functions`."""
 
-    def __init__(self, builder, trace: Trace, lanes: int, calls: bool = False) -> None:
+    def __init__(self, builder, trace: Trace, lanes: int, calls_functions: bool = False) -> None:
         super().__init__(builder)
-        self.trace, self.lanes, self.calls = trace, lanes, calls
-        self.wide = trace.dtype == torch.float64
-        self.real = self.make_vector_type(self.f64 if self.wide else self.f32, lanes)
-        self.bits = self.make_vector_type(self.i64 if self.wide else self.i32, lanes)
-        is_full = lanes * (64 if self.wide else 32) == find_vector_bits() and has_fused_vectors(find_vector_bits())
+        self.trace, self.lanes, self.calls_functions = trace, lanes, calls_functions
+        self.is_float64 = trace.dtype == torch.float64
+        self.real_type = self.make_vector_type(self.f64 if self.is_float64 else self.f32, lanes)
+        self.word_type = self.make_vector_type(self.i64 if self.is_float64 else self.i32, lanes)
+        is_full = lanes * (64 if self.is_float64 else 32) == find_vector_bits() and has_vector_fma(find_vector_bits())
         # AMD's cores add in two units and multiply in two others: every second sum runs in those, as 1 x + y.
-        self.adds_by_products = is_full and find_processor()[1].startswith("znver")
+        self.adds_by_fma = is_full and find_llvm_target()[1].startswith("znver")
 
-    def run(self, inputs: Any, known: dict[int, Any] | None = None, only: Collection[int] | None = None) -> list:
+    def write_instructions(
+        self, inputs: Any, known: dict[int, Any] | None = None, only: Collection[int] | None = None
+    ) -> list:
         """Write all instructions, or `only` some, and return their values; `known` ones were computed elsewhere.
 
         `inputs` are the values of inputs by number or name, and of elements of arrays by (address, extra).
@@ -82,7 +84,7 @@ class InstructionWriter(VectorBuilder):
 
     def write_operation(self, operation: str, extra: Any, *values: Any) -> Any:
         """Write one operation, and return its value."""
-        if operation in ("add", "sub") and self.number % 2 and self.adds_by_products and values[0].type == self.real:
+        if operation in ("add", "sub") and self.number % 2 and self.adds_by_fma and values[0].type == self.real_type:
             x, y = values
             if operation == "add":
                 return self.call_intrinsic("fma", x, self.opaque_ones, y)
@@ -104,7 +106,7 @@ class InstructionWriter(VectorBuilder):
     @cached_attribute
     def opaque_ones(self):
         """A vector of ones that LLVM does not know to be ones, so that it keeps products with them."""
-        scalar = get_lane_type(self.real)
+        scalar = get_lane_type(self.real_type)
         with self.b.goto_entry_block():
             one = self.b.asm(self.ir.FunctionType(scalar, [scalar]), "", "=x,0", [self.ir.Constant(scalar, 1.0)], False)
             return self.splat(one, self.lanes)
@@ -112,8 +114,8 @@ class InstructionWriter(VectorBuilder):
     def write_call(self, number, *values):
         """Return the results of a device function: called where it is compiled apart, else inlined."""
         piece = self.trace.functions[number]
-        if not self.calls:
-            computed = InstructionWriter(self.b, piece.trace, self.lanes).run(list(values))
+        if not self.calls_functions:
+            computed = InstructionWriter(self.b, piece.trace, self.lanes).write_instructions(list(values))
             return [computed[k] for k in piece.results]
         returned = self.b.call(self.declare_function(piece), values)
         return [self.b.extract_value(returned, k) for k in range(len(piece.results))]
@@ -127,12 +129,14 @@ class InstructionWriter(VectorBuilder):
         known = module.globals.get(name)
         if known is not None:
             return known
-        kind = ir.FunctionType(ir.LiteralStructType([self.real] * len(piece.results)), [self.real] * inputs)
+        kind = ir.FunctionType(ir.LiteralStructType([self.real_type] * len(piece.results)), [self.real_type] * inputs)
         function = ir.Function(module, kind, name)
         function.linkage, function.calling_convention = "internal", "fastcc"
         function.attributes.add("noinline")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        computed = InstructionWriter(builder, piece.trace, self.lanes, self.calls).run(list(function.args))
+        computed = InstructionWriter(builder, piece.trace, self.lanes, self.calls_functions).write_instructions(
+            list(function.args)
+        )
         together = self.make_undefined_vector(kind.return_type)
         for k, number in enumerate(piece.results):
             together = builder.insert_value(together, computed[number], k)
@@ -162,7 +166,7 @@ class InstructionWriter(VectorBuilder):
         return self.b.fneg(x)
 
     def write_multiply_add(self, _, a, b, c):
-        if has_fused_vectors(find_vector_bits()):
+        if has_vector_fma(find_vector_bits()):
             return self.call_intrinsic("fma", a, b, c)
         return self.b.fadd(self.b.fmul(a, b), c)
 
@@ -193,20 +197,20 @@ class InstructionWriter(VectorBuilder):
     def write_gather(self, number, index):
         ir, b = self.ir, self.b
         values = self.trace.tables[number]
-        name = f"halfulp_table_{hashlib.sha256(repr((self.wide, values)).encode()).hexdigest()[:16]}"
+        name = f"halfulp_table_{hashlib.sha256(repr((self.is_float64, values)).encode()).hexdigest()[:16]}"
         table = b.module.globals.get(name)
         if table is None:
-            kind = ir.ArrayType(get_lane_type(self.real), len(values))
+            kind = ir.ArrayType(get_lane_type(self.real_type), len(values))
             table = ir.GlobalVariable(b.module, kind, name)
             table.initializer, table.global_constant, table.linkage = ir.Constant(kind, list(values)), True, "internal"
-        last, zero = (self.constant(self.real, value) for value in (float(len(values) - 1), 0.0))
+        last, zero = (self.constant(self.real_type, value) for value in (float(len(values) - 1), 0.0))
         inside = b.select(b.fcmp_ordered(">", index, zero), index, zero)
         inside = b.select(b.fcmp_ordered("<", inside, last), inside, last)
-        whole = b.fptosi(inside, self.bits)
+        whole = b.fptosi(inside, self.word_type)
         first = ir.Constant(self.i32, 0)
         if self.lanes == 1:
             return b.load(b.gep(table, [first, whole]))
-        made = self.make_undefined_vector(self.real)
+        made = self.make_undefined_vector(self.real_type)
         for k in range(self.lanes):
             entry = b.load(b.gep(table, [first, self.extract_lane(whole, k)]))
             made = b.insert_element(made, entry, ir.Constant(self.i32, k))

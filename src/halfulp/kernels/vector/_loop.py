@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._device_function import RANDOM_STREAM_INPUTS
+from .._device_function import RANDOM_STREAM_INPUT_NAMES
 from .._trace import Trace
-from ._builder import VectorBuilder, get_element_size, get_lane_type
+from ._builder import VectorBuilder, get_element_bytes, get_lane_type
 from ._instructions import InstructionWriter
 from ._machine_function import Kernel, compile_machine_function
 from ._processor import find_vector_bits
@@ -19,19 +19,19 @@ from ._processor import find_vector_bits
 _LATENCY_CYCLES_BY_OPERATION = {"sqrt": 20, "div": 13, "select": 2}
 _LATENCY_CYCLES_BY_OPERATION |= dict.fromkeys(("add", "sub", "mul", "word_mul", "to_real", "to_word"), 3)
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
-_RECOMPUTED_OPERATIONS = ("bits", "to_float64")
+_OPERATIONS_RECOMPUTED_AFTER_LARGEST = ("bits", "to_float64")
 
 
 class BlockPhases(NamedTuple):
     """The instructions of a trace by what they need of a block's largest words."""
 
     largest_lines: list[int]  # find one
-    early_lines: set[int]  # need none, are not postponed, and read elements, or are of constants and counters alone
+    first_loop_lines: set[int]  # need none, are not postponed, and read elements or constants and counters alone
     uniform_lines: set[int]  # of largest words and constants, and what they are computed from
-    late_lines: set[int]  # all others
-    late_and_free_lines: set[int]  # those, and what constants and counters alone give, which is computed again
+    lines_after_largest: set[int]  # all others
+    second_loop_lines: set[int]  # those, and what constants and counters alone give, which is computed again
     carried_lines: list[int]  # values from before that are needed behind
-    waiting_lines: set[int]  # need a largest word or find one, and have one result per block
+    per_block_lines: set[int]  # need a largest word or find one, and have one result per block
     block_result_lines: list[int]  # those of them that are needed behind, and all largest words
 
 
@@ -57,7 +57,7 @@ def split_into_block_phases(trace: Trace) -> BlockPhases:
     needed, crossing = [operand for k in sorted(behind) for operand in lines[k][1]], set()
     while needed:
         k = needed.pop()
-        if k in reads and (trace.kinds[k] == "mask" or lines[k][0] in _RECOMPUTED_OPERATIONS):
+        if k in reads and (trace.kinds[k] == "mask" or lines[k][0] in _OPERATIONS_RECOMPUTED_AFTER_LARGEST):
             behind.add(k)
             needed += lines[k][1]
         elif k in reads:
@@ -72,12 +72,12 @@ def split_into_block_phases(trace: Trace) -> BlockPhases:
     used |= {line for (_, _, per_block), line in trace.stores.items() if per_block}
     return BlockPhases(
         largest_lines=largest,
-        early_lines=everything - waits,
+        first_loop_lines=everything - waits,
         uniform_lines=find_dependencies(trace, uniform) - set(largest),
-        late_lines=behind,
-        late_and_free_lines=behind | free,
+        lines_after_largest=behind,
+        second_loop_lines=behind | free,
         carried_lines=sorted(crossing),
-        waiting_lines=uniform | set(largest),
+        per_block_lines=uniform | set(largest),
         block_result_lines=sorted(uniform & used | set(largest)),
     )
 
@@ -133,7 +133,7 @@ def _find_varying_instructions(trace: Trace) -> set[int]:
     """Return the instructions whose values differ between the elements of a block."""
     varies: set[int] = set()
     for k, (name, operands, extra) in enumerate(trace.lines):
-        is_source = name == "load" or (name == "input" and extra == RANDOM_STREAM_INPUTS[0])
+        is_source = name == "load" or (name == "input" and extra == RANDOM_STREAM_INPUT_NAMES[0])
         if name != "block_largest" and (is_source or varies & set(operands)):
             varies.add(k)
     return varies
@@ -166,34 +166,34 @@ _WORDS_PER_OPERAND = 3  # words per operand: address, elements from row to row, 
 _LEAST_INSTRUCTIONS_FOR_CALLS = 3000  # from which on calls cost less than the compiler's time for writing all out
 
 
-class ShortcutTrace(NamedTuple):
+class FastPathTrace(NamedTuple):
     """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them."""
 
     trace: Trace
     results: tuple[int, ...]  # instructions whose values are numbers of the outputs' dtypes, one for each
-    doubt: int  # the instruction of the mask of elements that the other trace computes
+    doubt_mask_line: int  # the instruction of the mask of elements that the other trace computes
 
 
 def compile_trace(
     name: str,
     trace: Trace,
     results: Sequence[int],
-    stored: Sequence[torch.dtype],
-    written: Sequence[torch.dtype],
-    quick: ShortcutTrace | None = None,
+    input_dtypes: Sequence[torch.dtype],
+    output_dtypes: Sequence[torch.dtype],
+    fast_path: FastPathTrace | None = None,
     exact: bool = False,
 ) -> Kernel:
     """Return a function (first row, last row, table address) that runs a trace on rows of elements.
 
     The table is an int64 array: row length, element count, then for each input and each result address, row stride and
     neighbour stride (0 or 1). An input with neighbour stride 0 must hold BROADCAST_COPIES equal values from each row's
-    address. `results` are the instructions whose values are written, rounded to nearest in the dtypes `written` unless
-    they are `exact`; `quick` computes most elements in less time, where all dtypes have 16 bits.
+    address. `results` are the instructions whose values are written, rounded to nearest in the `output_dtypes` unless
+    they are `exact`; `fast_path` computes most elements in less time, where all dtypes have 16 bits.
     """
-    short = quick and (quick.trace.digest(), quick.results, quick.doubt)
-    told = trace.digest(), tuple(results), tuple(stored), tuple(written), exact, *([short] if short else [])
+    short = fast_path and (fast_path.trace.digest(), fast_path.results, fast_path.doubt_mask_line)
+    told = trace.digest(), tuple(results), tuple(input_dtypes), tuple(output_dtypes), exact, *([short] if short else [])
     key = hashlib.sha256(repr(told).encode()).hexdigest()
-    given = trace, tuple(results), tuple(stored), tuple(written), quick, exact
+    given = trace, tuple(results), tuple(input_dtypes), tuple(output_dtypes), fast_path, exact
     name = f"{name}_{key[:16]}"
     return compile_machine_function(name, key, 3, lambda b, *values: _RowLoop(b.b, *given).write_kernel(*values))
 
@@ -206,68 +206,73 @@ def count_native_lanes(dtype: torch.dtype) -> int:
 class _RowLoop(VectorBuilder):
     """The loop over rows, vectors of neighbours, and remaining elements."""
 
-    def __init__(self, builder, trace: Trace, results, stored, written, quick, exact: bool) -> None:
+    def __init__(self, builder, trace: Trace, results, input_dtypes, output_dtypes, fast_path, exact: bool) -> None:
         super().__init__(builder)
-        self.quick, self.exact = quick, exact
-        self.trace, self.results, self.stored, self.written = trace, results, stored, written
+        self.fast_path, self.exact = fast_path, exact
+        self.trace, self.results, self.input_dtypes, self.output_dtypes = trace, results, input_dtypes, output_dtypes
         self.lanes = count_native_lanes(trace.dtype)
-        self.real = self.make_vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
-        self.calls = trace.count_instructions() > _LEAST_INSTRUCTIONS_FOR_CALLS
+        self.real_type = self.make_vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
+        self.calls_functions = trace.count_instructions() > _LEAST_INSTRUCTIONS_FOR_CALLS
 
     def write_kernel(self, first, last, table) -> None:
         b, lanes = self.b, self.int64(self.lanes)
         per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
-        for k in range(len(self.stored) + len(self.written)):
+        for k in range(len(self.input_dtypes) + len(self.output_dtypes)):
             first_word = _TABLE_HEADER_WORDS + _WORDS_PER_OPERAND * k
             operands.append(tuple(self.load_word(table, first_word + j) for j in range(_WORDS_PER_OPERAND)))
         with self.loop(first, last, 1) as row:
             start = b.mul(row, per_row)
             count = self.select_lesser(b.sub(total, start), per_row)
             bases = [
-                b.add(address, b.mul(b.mul(row, step), self.int64(get_element_size(dtype))))
-                for (address, step, _), dtype in zip(operands, self.stored + self.written)
+                b.add(address, b.mul(b.mul(row, step), self.int64(get_element_bytes(dtype))))
+                for (address, step, _), dtype in zip(operands, self.input_dtypes + self.output_dtypes)
             ]
-            whole, nears = b.mul(b.sdiv(count, lanes), lanes), [near for _, _, near in operands]
-            if self.quick is None:
-                self.write_whole_vectors(bases, nears, self.int64(0), whole)
+            whole, neighbour_strides = b.mul(b.sdiv(count, lanes), lanes), [near for _, _, near in operands]
+            if self.fast_path is None:
+                self.write_whole_vectors(bases, neighbour_strides, self.int64(0), whole)
             else:
-                done = self.write_shortcut_vectors(self.quick, bases, nears, count)
-                self.write_whole_vectors(bases, nears, done, whole)
+                done = self.write_fast_path_vectors(self.fast_path, bases, neighbour_strides, count)
+                self.write_whole_vectors(bases, neighbour_strides, done, whole)
             with b.if_then(b.icmp_signed("<", whole, count)):
-                self.write_last_elements(bases, nears, whole, count)
+                self.write_last_elements(bases, neighbour_strides, whole, count)
 
-    def write_whole_vectors(self, bases: list, nears: list, low, high) -> None:
+    def write_whole_vectors(self, bases: list, neighbour_strides: list, low, high) -> None:
         """Write the loop over whole vectors of elements [low, high)."""
         with self.loop(low, high, self.lanes) as i:
-            self.write_vector([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
+            self.write_vector([(base, self.b.mul(i, near)) for base, near in zip(bases, neighbour_strides)])
 
-    def write_shortcut_vectors(self, quick: ShortcutTrace, bases: list, nears: list, count) -> Any:
+    def write_fast_path_vectors(self, fast_path: FastPathTrace, bases: list, neighbour_strides: list, count) -> Any:
         """Write the loop over pairs of vectors, whose neighbours are words of two, and return where it ends.
 
         Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
         inputs too.
         """
-        b, lanes = self.b, count_native_lanes(quick.trace.dtype)
+        b, lanes = self.b, count_native_lanes(fast_path.trace.dtype)
         words, width = self.make_vector_type(self.i32, lanes), self.int64(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
-        real = self.make_vector_type(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
+        real = self.make_vector_type(self.f64 if fast_path.trace.dtype == torch.float64 else self.f32, lanes)
         with self.loop(self.int64(0), done, 2 * lanes) as i:
             kind = self.make_vector_type(self.i16, 2 * lanes)
             places = [
                 b.bitcast(self.pointer(base, b.mul(i, near), kind), words.as_pointer())
-                for base, near in zip(bases, nears)
+                for base, near in zip(bases, neighbour_strides)
             ]
             pairs = [
-                self.unpack_16bit_pairs(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)
+                self.unpack_16bit_pairs(b.load(at, align=2), dtype, real)
+                for at, dtype in zip(places, self.input_dtypes)
             ]
-            halves = [InstructionWriter(b, quick.trace, lanes).run(list(half)) for half in zip(*pairs)]
-            doubt = b.bitcast(b.or_(*(half[quick.doubt] for half in halves)), self.ir.IntType(lanes))
+            halves = [
+                InstructionWriter(b, fast_path.trace, lanes).write_instructions(list(half)) for half in zip(*pairs)
+            ]
+            doubt = b.bitcast(b.or_(*(half[fast_path.doubt_mask_line] for half in halves)), self.ir.IntType(lanes))
             with b.if_else(b.icmp_unsigned("!=", doubt, self.ir.Constant(doubt.type, 0)), likely=False) as (slow, fast):
                 with slow:
-                    self.write_whole_vectors(bases, nears, i, b.add(i, width))
+                    self.write_whole_vectors(bases, neighbour_strides, i, b.add(i, width))
                 with fast:
-                    for number, at, dtype in zip(quick.results, places[len(self.stored) :], self.written):
+                    for number, at, dtype in zip(
+                        fast_path.results, places[len(self.input_dtypes) :], self.output_dtypes
+                    ):
                         b.store(self.pack_16bit_pairs([half[number] for half in halves], dtype), at, align=2)
         return done
 
@@ -291,17 +296,17 @@ class _RowLoop(VectorBuilder):
         )
         even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
         if dtype == torch.float16:
-            even, odd = (b.zext(self.convert_to_half(value), words) for value in (even, odd))
+            even, odd = (b.zext(self.convert_to_float16_bits(value), words) for value in (even, odd))
             return b.or_(even, b.shl(odd, shift))
         return b.or_(b.lshr(b.bitcast(even, words), shift), b.bitcast(odd, words))
 
-    def write_last_elements(self, bases: list, nears: list, whole, count) -> None:
+    def write_last_elements(self, bases: list, neighbour_strides: list, whole, count) -> None:
         """Process a row's last elements, fewer than a vector, in a padded copy."""
         b, last, lanes = self.b, self.b.sub(count, self.int64(1)), self.lanes
-        kinds = [self.get_memory_type(dtype) for dtype in self.stored + self.written]
+        kinds = [self.get_memory_type(dtype) for dtype in self.input_dtypes + self.output_dtypes]
         copies = [self.allocate_stack(kind, lanes) for kind in kinds]
-        inputs = list(zip(kinds, copies, bases, nears))[: len(self.stored)]
-        outputs = list(zip(kinds, copies, bases))[len(self.stored) :]
+        inputs = list(zip(kinds, copies, bases, neighbour_strides))[: len(self.input_dtypes)]
+        outputs = list(zip(kinds, copies, bases))[len(self.input_dtypes) :]
         with self.loop(self.int64(0), self.int64(lanes), 1) as j:
             i = b.add(whole, j)
             i = b.select(b.icmp_signed("<", i, count), i, last)
@@ -314,7 +319,7 @@ class _RowLoop(VectorBuilder):
 
     def write_vector(self, places: list[tuple[Any, Any]]) -> None:
         """Write all instructions for a vector of neighbours."""
-        inputs = [self.load_reals(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
-        values = InstructionWriter(self.b, self.trace, self.lanes, self.calls).run(inputs)
-        for number, place, dtype in zip(self.results, places[len(self.stored) :], self.written):
+        inputs = [self.load_reals(*place, dtype, self.real_type) for place, dtype in zip(places, self.input_dtypes)]
+        values = InstructionWriter(self.b, self.trace, self.lanes, self.calls_functions).write_instructions(inputs)
+        for number, place, dtype in zip(self.results, places[len(self.input_dtypes) :], self.output_dtypes):
             self.store_reals(*place, dtype, values[number], self.exact)

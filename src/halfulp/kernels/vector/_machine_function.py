@@ -19,7 +19,7 @@ import numpy as np
 from ..._messages import ENV_HINT
 from .._engine import note_fallback, warn_once_of_fallback
 from .._threads import flushes_subnormals, hold_while_forking, keeping_subnormals
-from ._processor import find_processor
+from ._processor import find_llvm_target
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
 _HALFULP_OBJECT_TAG = b"halfulp-object-1"
@@ -31,7 +31,7 @@ hold_while_forking(_compile_lock)  # llvmlite has a lock too, which a child woul
 
 
 def compile_machine_function(
-    name: str, key: str, arguments: int, write: Callable[..., None], optimized: bool = True
+    name: str, key: str, argument_count: int, write: Callable[..., None], optimized: bool = True
 ) -> Kernel:
     """Return a compiled function of so many integers of 64 bits, addresses mostly, which runs without Python's lock.
 
@@ -50,14 +50,14 @@ def compile_machine_function(
     import llvmlite
 
     with _compile_lock:
-        path = find_cache_file(name, key, llvmlite.__version__)
+        path = find_kernel_cache_file(name, key, llvmlite.__version__)
         address = _load_kernel_file(path)
-        cache_statistics["compiled" if address is None else "found"] += 1
+        kernel_cache_counts["compiled" if address is None else "found"] += 1
         if address is None:
-            code = _compile_object(arguments, write, optimized)
+            code = _compile_object(argument_count, write, optimized)
             _write_kernel_file(path, code)
             address = _link_object(code)
-    return Kernel(_FUNCTION_TYPE(address), struct.Struct(f"{arguments}q").pack)
+    return Kernel(_FUNCTION_TYPE(address), struct.Struct(f"{argument_count}q").pack)
 
 
 class Kernel:
@@ -112,7 +112,7 @@ def _link_object(code: bytes) -> int:
     return address
 
 
-def _compile_object(arguments: int, write: Callable[..., None], optimized: bool) -> bytes:
+def _compile_object(argument_count: int, write: Callable[..., None], optimized: bool) -> bytes:
     """Return the object file of the instructions that `write` makes, behind a tag."""
     from llvmlite import binding, ir
 
@@ -124,8 +124,8 @@ def _compile_object(arguments: int, write: Callable[..., None], optimized: bool)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _FUNCTION_SYMBOL)
     function.attributes.add("nounwind")
     vectors = VectorBuilder(ir.IRBuilder(function.append_basic_block("entry")))
-    vectors.arguments = function.args[0]
-    write(vectors, *(vectors.load_word(vectors.arguments, k) for k in range(arguments)))
+    vectors.arguments_address = function.args[0]
+    write(vectors, *(vectors.load_word(vectors.arguments_address, k) for k in range(argument_count)))
     vectors.b.ret_void()
     parsed = binding.parse_assembly(str(module))
     options = binding.create_pipeline_tuning_options(speed_level=2 if optimized else 0)
@@ -145,7 +145,7 @@ def _make_target_machine(level: int = 3) -> Any:
     """Return the processor's, new at each call: an engine owns its own, and may be gone before others."""
     from llvmlite import binding
 
-    triple, name, features = find_processor()
+    triple, name, features = find_llvm_target()
     target = binding.Target.from_triple(triple)
     return target.create_target_machine(
         cpu=name, features=features, opt=level, reloc="pic", codemodel="jitdefault", jit=True
@@ -155,11 +155,11 @@ def _make_target_machine(level: int = 3) -> Any:
 _CACHE_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENV_HINT}"
 _KERNEL_FILE_HEADER = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
-cache_statistics = Counter[str]()
+kernel_cache_counts = Counter[str]()
 _COMPILER_SOURCE_FILES = tuple(Path(__file__).parents[1] / name for name in ("_operations.py", "vector"))
 
 
-def find_cache_folder() -> Path | None:
+def find_kernel_cache_folder() -> Path | None:
     """Return the folder of compiled kernels: HALFULP_CACHE_DIR or the user's cache folder; None without either."""
     chosen = os.environ.get("HALFULP_CACHE_DIR")
     if chosen:
@@ -171,10 +171,10 @@ def find_cache_folder() -> Path | None:
         return None
 
 
-def find_cache_file(name: str, key: str, compiler_version: str) -> Path | None:
+def find_kernel_cache_file(name: str, key: str, compiler_version: str) -> Path | None:
     """Return where a kernel is kept: the name says what its machine code depends on; None without a folder."""
-    folder = find_cache_folder()
-    made_from = key, compiler_version, find_processor(), compute_source_digest(*_COMPILER_SOURCE_FILES)
+    folder = find_kernel_cache_folder()
+    made_from = key, compiler_version, find_llvm_target(), compute_source_digest(*_COMPILER_SOURCE_FILES)
     digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
     return None if folder is None else folder / f"{name}-{digest}.kernel"
 
@@ -208,7 +208,7 @@ def _write_kernel_file(path: Path | None, payload: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(_KERNEL_FILE_HEADER + hashlib.sha256(payload).digest() + payload)
         os.replace(temporary, path)
-        cache_statistics.update(written=1, bytes=len(payload))
+        kernel_cache_counts.update(written=1, bytes=len(payload))
     except OSError as e:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

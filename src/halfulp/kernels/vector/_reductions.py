@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._trace import Trace, Traced, record_function
-from ._builder import VectorBuilder, count_lanes, get_element_size
+from ._builder import VectorBuilder, count_lanes, get_element_bytes
 from ._instructions import InstructionWriter
 from ._loop import count_native_lanes
 from ._machine_function import Kernel, compile_machine_function
@@ -22,17 +22,22 @@ BLOCK_ROWS = 16  # rows that a step takes up one after another before they are j
 class ReductionSteps(NamedTuple):
     """The device functions of a reduction, on float64 values."""
 
-    step: Callable  # a block's state and a row's components -> the state from there on
-    join: Callable  # the accumulators and a block's state -> the accumulators from there on
-    merge: Callable  # the accumulators of two lanes -> those of both together
-    close: Callable  # the final accumulators, and a number of the table -> the result's components
-    width: int  # how many accumulators there are, and values in a state
-    start: float  # the first of both before the first row; the others are zero
+    add_row: Callable  # a block's state and a row's components -> the state from there on
+    add_block: Callable  # the accumulators and a block's state -> the accumulators from there on
+    merge_lanes: Callable  # the accumulators of two lanes -> those of both together
+    finish: Callable  # the final accumulators, and a number of the table -> the result's components
+    accumulator_count: int  # how many accumulators there are, and values in a state
+    initial_value: float  # the first of both before the first row; the others are zero
 
-    def record_steps(self, inputs: int) -> tuple[tuple[Trace, list[int]], ...]:
-        """Return the instructions of step, join, merge and close on rows of some components, and their results."""
-        width = self.width
-        pieces = (self.step, width + inputs), (self.join, 2 * width), (self.merge, 2 * width), (self.close, width + 1)
+    def record_steps(self, component_count: int) -> tuple[tuple[Trace, list[int]], ...]:
+        """Return the instructions of the four functions on rows of some components, and their results."""
+        width = self.accumulator_count
+        pieces = (
+            (self.add_row, width + component_count),
+            (self.add_block, 2 * width),
+            (self.merge_lanes, 2 * width),
+            (self.finish, width + 1),
+        )
         found = (record_function(piece, torch.float64, count) for piece, count in pieces)
         return tuple(
             (trace, [x.number if isinstance(x, Traced) else trace.emit("add", (x, 0.0)).number for x in values])
@@ -41,23 +46,29 @@ class ReductionSteps(NamedTuple):
 
 
 def compile_reduction(
-    name: str, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype], shape: str
+    name: str,
+    steps: ReductionSteps,
+    input_dtypes: Sequence[torch.dtype],
+    output_dtypes: Sequence[torch.dtype],
+    layout: str,
 ) -> Kernel:
     """Return a function (first segment, last segment, table address) that reduces segments of rows of matrices.
 
-    Their shape is "line" (one column), "narrow" (fewer than LANES_OF_NARROW_MATRIX) or "wide" (at least as many);
-    `stored` are the dtypes in memory of a row's components, `written` those of the result's.
+    Their `layout` is "line" (one column), "narrow" (fewer than LANES_OF_NARROW_MATRIX) or "wide" (at least as many);
+    `input_dtypes` are the dtypes in memory of a row's components, `output_dtypes` those of the result's.
 
     The table is an int64 array: rows and columns of a matrix, rows of a segment, segments of a matrix, rows that lie
     side by side in the lanes of a narrow matrix (at most LANES_OF_NARROW_MATRIX / columns, of a line as many as there
-    are lanes), elements in all, the number for `close`; then the addresses of the matrices' components, which lie one
+    are lanes), elements in all, the number for `finish`; then the addresses of the matrices' components, which lie one
     after another without gaps, and of the results', one row for each segment.
     """
-    pieces = steps.record_steps(len(stored))
+    pieces = steps.record_steps(len(input_dtypes))
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
-    key = hashlib.sha256(repr((told, steps.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
-    loop = {"line": _ColumnLoop, "narrow": _NarrowMatrixLoop, "wide": _WideMatrixLoop}[shape]
-    given = pieces, steps.start, tuple(stored), tuple(written)
+    key = hashlib.sha256(
+        repr((told, steps.initial_value, tuple(input_dtypes), tuple(output_dtypes), layout)).encode()
+    ).hexdigest()
+    loop = {"line": _ColumnLoop, "narrow": _NarrowMatrixLoop, "wide": _WideMatrixLoop}[layout]
+    given = pieces, steps.initial_value, tuple(input_dtypes), tuple(output_dtypes)
     name = f"{name}_{key[:16]}"
     return compile_machine_function(name, key, 3, lambda b, *values: loop(b.b, *given).write_kernel(*values))
 
@@ -65,18 +76,18 @@ def compile_reduction(
 class _ReductionLoop(VectorBuilder):
     """The base of the reduction loops."""
 
-    def __init__(self, builder, pieces: tuple, start: float, stored: tuple, written: tuple) -> None:
+    def __init__(self, builder, pieces: tuple, start: float, input_dtypes: tuple, output_dtypes: tuple) -> None:
         super().__init__(builder)
-        self.step, self.join, self.merge, self.close = pieces
-        self.stored, self.written = stored, written
-        self.begin = [start] + [0.0] * (len(self.join[1]) - 1)
+        self.add_row, self.add_block, self.merge_function, self.finish = pieces
+        self.input_dtypes, self.output_dtypes = input_dtypes, output_dtypes
+        self.initial_state = [start] + [0.0] * (len(self.add_block[1]) - 1)
 
     def write_kernel(self, first, last, table) -> None:
         b = self.b
-        words = [self.load_word(table, k) for k in range(7 + len(self.stored) + len(self.written))]
+        words = [self.load_word(table, k) for k in range(7 + len(self.input_dtypes) + len(self.output_dtypes))]
         self.rows, self.columns, per_segment, segments, self.several, self.total, number, *addresses = words
         self.number = b.sitofp(number, self.f64)
-        self.sources, self.targets = addresses[: len(self.stored)], addresses[len(self.stored) :]
+        self.sources, self.targets = addresses[: len(self.input_dtypes)], addresses[len(self.input_dtypes) :]
         self.prepare_shared_values()
         with self.loop(first, last, 1) as segment:
             matrix = b.sdiv(segment, segments)
@@ -94,25 +105,25 @@ class _ReductionLoop(VectorBuilder):
 
     def inline_function(self, piece: tuple, values: list) -> list:
         """Return the results of a device function."""
-        computed = InstructionWriter(self.b, piece[0], count_lanes(values[0].type)).run(values)
+        computed = InstructionWriter(self.b, piece[0], count_lanes(values[0].type)).write_instructions(values)
         return [computed[number] for number in piece[1]]
 
     def reduce_vectors(self, lanes: int, turns, load: Callable) -> list:
         """Reduce the vectors load(0) ... load(turns - 1)."""
-        begin = [self.constant(self.make_vector_type(self.f64, lanes), value) for value in self.begin]
+        begin = [self.constant(self.make_vector_type(self.f64, lanes), value) for value in self.initial_state]
         held = list(begin)
         with self.loop(self.int64(0), turns, BLOCK_ROWS, held) as first:
             state = list(begin)
             last = self.select_lesser(self.b.add(first, self.int64(BLOCK_ROWS)), turns)
             with self.loop(first, last, 1, state) as turn:
-                state[:] = self.inline_function(self.step, [*state, *load(turn)])
-            held[:] = self.inline_function(self.join, [*held, *state])
+                state[:] = self.inline_function(self.add_row, [*state, *load(turn)])
+            held[:] = self.inline_function(self.add_block, [*held, *state])
         return held
 
     def store_results(self, held: list, at) -> None:
         """Close and store from element `at` on."""
-        values = self.inline_function(self.close, [*held, self.splat(self.number, count_lanes(held[0].type))])
-        for target, dtype, value in zip(self.targets, self.written, values):
+        values = self.inline_function(self.finish, [*held, self.splat(self.number, count_lanes(held[0].type))])
+        for target, dtype, value in zip(self.targets, self.output_dtypes, values):
             self.store_reals(target, at, dtype, value)
 
 
@@ -130,7 +141,9 @@ class _WideMatrixLoop(_ReductionLoop):
 
             def load(row) -> list:
                 at = b.add(top, b.mul(row, self.columns))
-                return [self.load_reals(source, at, dtype, kind) for source, dtype in zip(self.sources, self.stored)]
+                return [
+                    self.load_reals(source, at, dtype, kind) for source, dtype in zip(self.sources, self.input_dtypes)
+                ]
 
             self.store_results(self.reduce_vectors(lanes, rows, load), b.add(out, i))
 
@@ -146,7 +159,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
             self.allocate_stack(neutral.type, LANES_OF_NARROW_MATRIX) for neutral in self.list_neutral_elements()
         ]
         # Twice as many, since a vector is read from any lane on.
-        self.scratch = [self.allocate_stack(self.f64, 2 * LANES_OF_NARROW_MATRIX) for _ in self.begin]
+        self.scratch = [self.allocate_stack(self.f64, 2 * LANES_OF_NARROW_MATRIX) for _ in self.initial_state]
         leading = b.ctlz(b.sub(self.several, self.int64(1)), self.ir.Constant(self.ir.IntType(1), 0))
         self.levels = b.sub(self.int64(64), leading)
 
@@ -179,8 +192,8 @@ class _NarrowMatrixLoop(_ReductionLoop):
                 with case:
                     copy_some(at, self.select_lesser(self.width, left))
         found = []
-        for source, copy, dtype in zip(self.sources, self.copies, self.stored):
-            base = b.add(source, b.mul(at, self.int64(get_element_size(dtype))))
+        for source, copy, dtype in zip(self.sources, self.copies, self.input_dtypes):
+            base = b.add(source, b.mul(at, self.int64(get_element_bytes(dtype))))
             base = b.select(direct, base, b.ptrtoint(copy, self.i64))
             found.append(self.load_reals(base, self.int64(0), dtype, self.row_type))
         return found
@@ -188,11 +201,13 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def copy_vector(self, at, count) -> None:
         """Copy `count` elements of a vector; the other lanes get the neutral element."""
         b, wanted = self.b, self.mask_lanes_below(count)
-        for source, copy, neutral, dtype in zip(self.sources, self.copies, self.list_neutral_elements(), self.stored):
-            base = b.add(source, b.mul(at, self.int64(get_element_size(dtype))))
+        for source, copy, neutral, dtype in zip(
+            self.sources, self.copies, self.list_neutral_elements(), self.input_dtypes
+        ):
+            base = b.add(source, b.mul(at, self.int64(get_element_bytes(dtype))))
             elements = self.load_bits(base, self.int64(0), dtype, LANES_OF_NARROW_MATRIX)
             value = b.select(wanted, elements, self.constant(elements.type, neutral.constant))
-            b.store(value, b.bitcast(copy, value.type.as_pointer()), align=get_element_size(dtype))
+            b.store(value, b.bitcast(copy, value.type.as_pointer()), align=get_element_bytes(dtype))
 
     def copy_elements(self, at, count) -> None:
         """Copy elements one by one where a vector would end beyond memory."""
@@ -207,9 +222,9 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def list_neutral_elements(self) -> list:
         """Return the neutral element's components, as words in memory."""
         found = []
-        for k, dtype in enumerate(self.stored):
-            value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype, device="cpu")
-            bits = value.view(getattr(torch, f"int{8 * get_element_size(dtype)}")).item()
+        for k, dtype in enumerate(self.input_dtypes):
+            value = torch.tensor(0.0 if k else self.initial_state[0], dtype=dtype, device="cpu")
+            bits = value.view(getattr(torch, f"int{8 * get_element_bytes(dtype)}")).item()
             found.append(self.ir.Constant(self.get_memory_type(dtype), bits))
         return found
 
@@ -230,7 +245,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
             other = [self.load_reals(address, self.int64(0), torch.float64, self.row_type) for address in base]
             mask = self.mask_lanes_below(b.mul(b.sub(rows, half), self.columns))
-            pairs = self.inline_function(self.merge, [*held, *other])
+            pairs = self.inline_function(self.merge_function, [*held, *other])
             values[:] = [half, *(b.select(mask, new, old) for new, old in zip(pairs, held))]
         return values[1:]
 
@@ -248,5 +263,5 @@ class _ColumnLoop(_NarrowMatrixLoop):
         while half > 1:
             half //= 2
             low, high = ([self.extract_lanes(value, first, half) for value in held] for first in (0, half))
-            held = self.inline_function(self.merge, [*low, *high])
+            held = self.inline_function(self.merge_function, [*low, *high])
         self.store_results(held, out)

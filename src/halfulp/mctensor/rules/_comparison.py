@@ -14,7 +14,7 @@ from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_result, wants_plain_result_from
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import ResultType, make_result, match_components, result_type, run_pointwise_function, to_components
+from .._result_type import ResultType, make_result, result_type, run_pointwise_function, to_components, unify_components
 
 
 def compare_three_way(a: Any, b: Any) -> Tensor:
@@ -43,7 +43,7 @@ def apply_per_component(function: Callable, operands: Sequence[Any], form: Resul
     """Run a function that copies elements of its operands on one component of each after the other."""
     if wants_plain_result(form.gradients, form.has_gradient):
         return function(*(_round_operand_to_plain(x, form) for x in operands))
-    parts, scale = match_components(operands, form)
+    parts, scale = unify_components(operands, form)
     return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 

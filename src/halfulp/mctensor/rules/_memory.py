@@ -102,10 +102,10 @@ def make_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any
     if operator in _RANDOM_LIKE_OPERATORS:
         return make_result((first,), form)
     rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
-    scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
+    scale = torch.ones((), dtype=torch.float32, device=first.device) if form.is_scaled else None
     filled = wrap_components((first, *rest), scale, x._gradients)
     # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
-    filled._seeds_backward = operator is aten.ones_like.default
+    filled._is_filled_with_ones = operator is aten.ones_like.default
     return filled
 
 

@@ -18,14 +18,14 @@ from .._derivation import fall_back_to_float64, implements_beyond_exact_float64,
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     FUNCTIONS_WITH_NONZERO_RESULTS,
+    clamp_results_of_outliers,
     convert_operands,
     count_float64_components,
     is_plain_floating,
-    limit_large_elements,
     result_type,
     run_pointwise_function,
 )
-from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
+from .._write import can_write_directly, check_not_integer, choose_write_type, write_components, write_value
 
 
 @implements(aten.pow.Tensor_Scalar)
@@ -77,7 +77,7 @@ for _operator in parse_operators("""
 """):
     implements_beyond_exact_float64(_operator)(functools.partial(fall_back_to_float64, _operator))
 _divide_to_integers = prefer_float64(
-    aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), exactly=True
+    aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), requires_exact=True
 )
 
 
@@ -116,7 +116,7 @@ def run_tensor_overload(operator: OpOverload, *operands: Any) -> Tensor:
 def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], Tensor] | None = None) -> Tensor:
     """Write f(operands) into x; `addend` computes the plain product among them, which may stand for infinity."""
     if not isinstance(x, MCTensor):
-        check_takes_fractions(x)
+        check_not_integer(x)
         return write_value(
             x,
             run_pointwise_function(
@@ -127,10 +127,10 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], 
     if x._scale is None and x.dtype != torch.float16 and can_write_directly(x, parts):
         pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
         return x
-    form = choose_computing_type(x)
+    form = choose_write_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = limit_large_elements(result, name, operands if addend is None else (addend(),))
+        result = clamp_results_of_outliers(result, name, operands if addend is None else (addend(),))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write_components(x, result, exact, keeps_nonzero=name in FUNCTIONS_WITH_NONZERO_RESULTS)
 
@@ -188,8 +188,10 @@ def _register_multiply_add(name: str, divide: bool) -> None:
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
-    if form.scaled:  # under a scale of its own, a square of 2^-19 beside one of 1 would be the 0 that Adam divides by
-        whole = whole._replace(dtype=torch.float64, components=count_float64_components(form), scaled=False)
+    if (
+        form.is_scaled
+    ):  # under a scale of its own, a square of 2^-19 beside one of 1 would be the 0 that Adam divides by
+        whole = whole._replace(dtype=torch.float64, components=count_float64_components(form), is_scaled=False)
     if divide:
         return run_pointwise_function("div", b, c, form=whole), value
     return (b, c) if value == 1 else (run_pointwise_function("mul", b, c, form=whole), value)

@@ -31,10 +31,10 @@ from .._encode import (
 from .._mctensor import MCTensor, implements, wrap_components
 from .._result_type import (
     ResultType,
-    are_operands_alike,
-    choose_working_type,
+    choose_working_components_and_dtype,
     keep_component_gradients,
     make_result,
+    need_no_conversion,
     result_type,
     run_pointwise_function,
     to_components,
@@ -43,10 +43,10 @@ from .._result_type import (
 
 def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     """Return a @ b as a result of a type; batch dimensions are broadcast."""
-    if form.scaled or _has_scale(a) or _has_scale(b):
+    if form.is_scaled or _has_scale(a) or _has_scale(b):
         return _multiply_scaled(a, b, form)
     left, right = to_components(a, form.device), to_components(b, form.device)
-    return make_result(arithmetic.matmul(left, right, *choose_working_type(form)), form)
+    return make_result(arithmetic.matmul(left, right, *choose_working_components_and_dtype(form)), form)
 
 
 def _has_scale(x: Any) -> bool:
@@ -58,7 +58,7 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
-    is_short = form.scaled and form.components <= 2 and not wants_plain_result(form.gradients, form.has_gradient)
+    is_short = form.is_scaled and form.components <= 2 and not wants_plain_result(form.gradients, form.has_gradient)
     x, y = left[0], right[0]
     # float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them.
     is_half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
@@ -128,7 +128,7 @@ def mm(a: Any, b: Any) -> Tensor:
     left, right = a.shape, b.shape
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
-    if are_operands_alike(a, b):
+    if need_no_conversion(a, b):
         parts = arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype)
         return wrap_components(parts, None, a._gradients)
     return multiply_matrices(a, b, result_type((a, b)))
@@ -187,7 +187,7 @@ def grouped_mm(
 def _run_matrix_function(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
     parts = [to_components(x, form.device) for x in operands]
-    results = function(*parts, *choose_working_type(form))
+    results = function(*parts, *choose_working_components_and_dtype(form))
     if isinstance(results[0], Tensor):
         return make_result(results, form)
     return tuple(make_result(result, form) for result in results)

@@ -51,7 +51,7 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
 
 def _count_working_components(form: ResultType, parts: Parts) -> int:
     """Return how many components of the operand's dtype hold the result."""
-    return count_float64_components(form) if form.scaled else max(form.components, len(parts))
+    return count_float64_components(form) if form.is_scaled else max(form.components, len(parts))
 
 
 for _function, _of_all, _of_some in (

@@ -246,7 +246,7 @@ def _list_names_of_shared_memory(a: Mapping[str, Tensor], b: Mapping[str, Tensor
 
     Some tensors may rightly be the same objects in two dicts, as frozen weights and tables are.
     """
-    shared = [name for name, x in a.items() if name in b and _find_memory(x) == _find_memory(b[name]) is not None]
+    shared = [name for name, x in a.items() if name in b and _locate_memory(x) == _locate_memory(b[name]) is not None]
     moving = [name for name, x in a.items() if x.numel() and (x.is_floating_point() or x.is_complex())]
     if shared and set(moving) <= set(shared):
         raise ValueError(
@@ -256,7 +256,7 @@ def _list_names_of_shared_memory(a: Mapping[str, Tensor], b: Mapping[str, Tensor
     return shared
 
 
-def _find_memory(x: Tensor) -> tuple[Any, ...] | None:
+def _locate_memory(x: Tensor) -> tuple[Any, ...] | None:
     """Return where a tensor's elements lie; None of an empty one and of those without memory of their own."""
     has_memory = type(x) is Tensor and x.numel() and has_strided_values(x)
     return (x.device, x.data_ptr(), x.shape, x.stride()) if has_memory else None

@@ -112,8 +112,8 @@ class TensorAudit:
         }
 
 
-# Changes in ulps by binade, from 2^LOWEST_BINADE on, and by the first FRACTION_BITS bits of their fraction.
-FRACTION_BITS, LOWEST_BINADE, BINADE_COUNT = 5, -1023, 2112
+# Changes in ulps by binade, from 2^BUCKETS_MIN_EXPONENT on, and by the first BUCKET_BITS bits of their fraction.
+BUCKET_BITS, BUCKETS_MIN_EXPONENT, BUCKET_BINADES = 5, -1023, 2112
 # Elements that are compared one after another, so that temporary numbers stay in the processor's caches.
 COMPARED_CHUNK_SIZE = 1 << 16
 
@@ -124,21 +124,21 @@ class TensorDifferences:
 
     a: TensorStatistics
     b: TensorStatistics
-    same: int = 0  # NaN being equal to NaN and -0 to +0
-    finite: int = 0  # in both
-    largest: float = 0.0  # change in ulps
+    equal_count: int = 0  # NaN being equal to NaN and -0 to +0
+    finite_count: int = 0  # in both
+    largest_ulps: float = 0.0
     # Finite elements by binade and first bits of the fraction of their change in ulps; unchanged ones first.
-    table: Tensor = field(
-        default_factory=lambda: torch.zeros(BINADE_COUNT << FRACTION_BITS, dtype=torch.int64, device="cpu")
+    count_by_bucket: Tensor = field(
+        default_factory=lambda: torch.zeros(BUCKET_BINADES << BUCKET_BITS, dtype=torch.int64, device="cpu")
     )
 
     def compute_median(self) -> float:
         """Return the lower median of |change in ulps| over finite elements, unchanged ones as 0; NaN without any."""
-        if not self.finite:
+        if not self.finite_count:
             return math.nan
-        slot = int(torch.searchsorted(self.table.cumsum(0), (self.finite - 1) // 2, right=True))
-        binade = min((slot >> FRACTION_BITS) + LOWEST_BINADE, 1023)
-        return math.ldexp(1 + (slot % (1 << FRACTION_BITS)) / (1 << FRACTION_BITS), binade) if slot else 0.0
+        slot = int(torch.searchsorted(self.count_by_bucket.cumsum(0), (self.finite_count - 1) // 2, right=True))
+        binade = min((slot >> BUCKET_BITS) + BUCKETS_MIN_EXPONENT, 1023)
+        return math.ldexp(1 + (slot % (1 << BUCKET_BITS)) / (1 << BUCKET_BITS), binade) if slot else 0.0
 
 
 def split_tensors_into_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -156,38 +156,40 @@ def add_difference_counts(found: TensorDifferences, a: Tensor, b: Tensor) -> Non
         x, y = (part.to("cpu", dtype) for part in parts)
         if not found.a.count_and_check_finite(x) & found.b.count_and_check_finite(y):
             finite = x.isfinite() & y.isfinite()
-            found.same += int((x.isnan() & y.isnan() | (x == y) & ~finite).sum())
+            found.equal_count += int((x.isnan() & y.isnan() | (x == y) & ~finite).sum())
             x, y = x[finite], y[finite]
         if len(x):
-            found.finite += len(x)
+            found.finite_count += len(x)
             _add_finite_difference_counts(found, x, y, both)
 
 
-def _add_finite_difference_counts(found: TensorDifferences, x: Tensor, y: Tensor, both: tuple[Format, Format]) -> None:
+def _add_finite_difference_counts(
+    found: TensorDifferences, x: Tensor, y: Tensor, formats_ab: tuple[Format, Format]
+) -> None:
     """Count |y - x| by the spacings of the coarser of two formats at x, all float32 or float64.
 
     Comparisons of elements cost several times what arithmetic on them and on their words does.
     """
     words, bits, bias = (torch.int64, 52, 1023) if x.dtype == torch.float64 else (torch.int32, 23, 127)
-    precision = min(format.mantissa_bits for format in both)
+    precision = min(format.mantissa_bits for format in formats_ab)
     # The binade of which a number has this spacing in the less precise format, where the exponent stands in a word.
     binades = x.view(words) & (2 * bias + 1 << bits)
     spaced = [
         binades.clamp_min(format.emin + bias << bits).sub_(format.mantissa_bits - precision << bits)
-        for format in dict.fromkeys(both)
+        for format in dict.fromkeys(formats_ab)
     ]
     binade = functools.reduce(torch.maximum, spaced)
     # |y - x| in units of 2^(precision - 1) ulps: the inverse of every binade of x is a normal number then.
     change = (y - x).abs_().mul_(binade.neg_().add_(2 * bias + 1 << bits).view(x.dtype))
     largest = float(change.amax())
     if largest == math.inf and x.dtype == torch.float32:
-        return _add_finite_difference_counts(found, x.double(), y.double(), both)
-    found.same += len(x) - int(change.count_nonzero())
-    found.largest = max(found.largest, largest * 2.0 ** (precision - 1))
-    sizes = (change.view(words) >> (bits - FRACTION_BITS)).bincount(minlength=2 * bias + 2 << FRACTION_BITS)
-    found.table[0] += sizes[0]
-    first = -bias + precision - 1 - LOWEST_BINADE << FRACTION_BITS
-    found.table[first + 1 : first + len(sizes)] += sizes[1:]
+        return _add_finite_difference_counts(found, x.double(), y.double(), formats_ab)
+    found.equal_count += len(x) - int(change.count_nonzero())
+    found.largest_ulps = max(found.largest_ulps, largest * 2.0 ** (precision - 1))
+    sizes = (change.view(words) >> (bits - BUCKET_BITS)).bincount(minlength=2 * bias + 2 << BUCKET_BITS)
+    found.count_by_bucket[0] += sizes[0]
+    first = -bias + precision - 1 - BUCKETS_MIN_EXPONENT << BUCKET_BITS
+    found.count_by_bucket[first + 1 : first + len(sizes)] += sizes[1:]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[str, TensorAudit]:
@@ -225,7 +227,7 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     found = TensorDifferences(before, after)
     if numbers:
         add_difference_counts(found, a, b)
-    unchanged = found.same if numbers else count_equal_elements(a, b)
+    unchanged = found.equal_count if numbers else count_equal_elements(a, b)
     is_average = name.rpartition(".")[2] in RUNNING_STATISTICS_NAMES
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
@@ -238,7 +240,7 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
         status = "unchanged"
     elif after.constant is not None and before.constant is None:
         status = "constant"
-    shape, largest = tuple(pair[0].shape), found.largest if found.finite else math.nan
+    shape, largest = tuple(pair[0].shape), found.largest_ulps if found.finite_count else math.nan
     median = found.compute_median()
     return TensorAudit(name, shape, a.numel(), role, before, after, unchanged, median, largest, status)
 

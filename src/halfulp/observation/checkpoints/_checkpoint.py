@@ -49,10 +49,10 @@ class Checkpoint:
 
     path: str
     tensors: dict[str, Tensor]
-    ordered: bool = True  # whether the tensors' order is that of the model, and not an alphabet's
+    is_ordered: bool = True  # whether the tensors' order is that of the model, and not an alphabet's
     optimizers: list[OptimizerStates] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)  # sentences that say what could not be read, and why
-    config: Path | None = None  # the model's config of transformers beside it
+    config_path: Path | None = None  # the model's config of transformers beside it
 
     @property
     def optimizer_parameter_count(self) -> int:
@@ -131,7 +131,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
             unseen.append(
                 f"the {len(groups)} optimizer states of the checkpoint have no names and no order: they were not "
                 "compared; make the optimizer from model.named_parameters(), which saves names"
-                + (order if checkpoint.config else "")
+                + (order if checkpoint.config_path else "")
             )
             continue
         strange = [name for name in names.values() if name not in checkpoint.tensors]
@@ -165,8 +165,10 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
         if name.rpartition(".")[2] not in RUNNING_STATISTICS_NAMES
         and (tensor.is_floating_point() or tensor.is_complex())
     }
-    order = None if checkpoint.config is None else list_parameter_names_from_config(checkpoint.config, candidates)
-    order = list(candidates) if checkpoint.ordered else order
+    order = (
+        None if checkpoint.config_path is None else list_parameter_names_from_config(checkpoint.config_path, candidates)
+    )
+    order = list(candidates) if checkpoint.is_ordered else order
     if order is None or not len(order) == len(candidates) == count:
         return None
     candidates = {name: candidates[name] for name in order}
@@ -185,12 +187,12 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
 
 
 def _assign_parameter_names(
-    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
+    tensors_in_order: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
     waiting = optimizer.keys_by_group
     found = {}
-    for name, stored in ordered.items():
+    for name, stored in tensors_in_order.items():
         fitting = []
         for number, keys in enumerate(waiting):
             state = optimizer.state.get(keys[0]) if keys else None
@@ -411,7 +413,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if more:
         found.unseen.append(f"{quote(more)} are further optimizers' states, and were not compared")
     if (folder / "config.json").is_file():
-        found.config = folder / "config.json"
+        found.config_path = folder / "config.json"
     return found
 
 
@@ -481,7 +483,7 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     for path in paths:
         tensors |= read_safetensors(path)
     named = dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True))
-    return Checkpoint(str(paths[0]), named, ordered=False)
+    return Checkpoint(str(paths[0]), named, is_ordered=False)
 
 
 _GLOBAL_REFUSED_BY_TORCH_PATTERN = re.compile(r"GLOBAL ([\w.]+)")

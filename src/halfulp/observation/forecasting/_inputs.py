@@ -36,7 +36,7 @@ _WSD_DECAY_DIVISOR = 5
 
 def compute_learning_rates(
     schedule: Schedule,
-    top_rates: Sequence[float],
+    base_lrs: Sequence[float],
     *,
     steps: int | None = None,
     start: int = 0,
@@ -46,21 +46,21 @@ def compute_learning_rates(
 ) -> Tensor:
     """Return the learning rate of each group at each step from `start` to the end: float64 (groups, steps - start).
 
-    `top_rates` are those that a named schedule begins to fall from, per group.
+    `base_lrs` are those that a named schedule begins to fall from, per group.
 
     >>> compute_learning_rates("linear", [1.0], steps=4, warmup=2).tolist()
     [[0.5, 1.0, 1.0, 0.5]]
     """
     if isinstance(schedule, str) or schedule is None:
-        rates = _compute_named_schedule_rates(schedule or "constant", top_rates, steps, start, warmup, decay, final)
+        rates = _compute_named_schedule_rates(schedule or "constant", base_lrs, steps, start, warmup, decay, final)
     elif unused := {name: value for name, value in (("warmup", warmup), ("decay", decay), ("final", final)) if value}:
         said = ", ".join(f"{name}={value}" for name, value in unused.items())
         raise ValueError(f"{said} is for named schedules; {name_type(schedule)} has its own: leave it out")
     elif isinstance(schedule, LRScheduler):
         rates = _compute_rates_by_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
-        if len(rates) != len(top_rates):
+        if len(rates) != len(base_lrs):
             raise ValueError(
-                f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
+                f"the scheduler is of {len(rates)} groups, {len(base_lrs)} of which hold parameters of the model: "
                 "give a function step -> learning rate, or a list"
             )
     else:
@@ -76,14 +76,14 @@ def compute_learning_rates(
             schedule, steps = listed.__getitem__, len(listed)
         count = _count_steps_ahead(steps, "a function step -> learning rate", start)
         given = [_convert_scheduled_rate_to_float(schedule(step)) for step in range(start, start + count)]
-        rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
+        rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(base_lrs), -1)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
 
 
 def _compute_named_schedule_rates(
-    name: str, top_rates: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
+    name: str, base_lrs: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
 ) -> Tensor:
     if name not in SCHEDULE_NAMES:
         raise ValueError(describe_unknown_name("schedule", name, SCHEDULE_NAMES))
@@ -106,7 +106,7 @@ def _compute_named_schedule_rates(
     elif name == "cosine":
         share = (1 + torch.cos(math.pi * gone)) / 2
     rise = ((at + 1) / warmup).clamp_max(1) if warmup else torch.ones_like(at)
-    return torch.stack([rise * (final + (top - final) * share) for top in top_rates])
+    return torch.stack([rise * (final + (top - final) * share) for top in base_lrs])
 
 
 def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
@@ -172,7 +172,7 @@ class TrainedTensor(NamedTuple):
     dtype: torch.dtype
     state: Mapping[str, Any]
     options: Mapping[str, Any]
-    group: int
+    group_index: int
     # "nearest" for every optimizer but halfulp's.
     weight_update: str
 
@@ -183,9 +183,9 @@ class ForecastInputs(NamedTuple):
     parameters: tuple[TrainedTensor, ...]
     rule: str
     # Per group, its learning rate before a schedule.
-    top_rates: tuple[float, ...]
+    base_lrs: tuple[float, ...]
     # Steps that were made so far.
-    start: int
+    steps_done: int
     # halfulp's optimizers round decay and update together, and moments at random.
     is_halfulp: bool
     notes: tuple[str, ...]
@@ -263,7 +263,7 @@ def make_forecast_inputs(
     is_halfulp = any("weight_update" in one.options for one in states.values())
     own = {id(one.options): one.options for one in states.values()}
     groups = list(own.values()) if lr is None else [{"lr": lr}]
-    top_rates = tuple(convert_option_to_float(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
+    base_lrs = tuple(convert_option_to_float(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
     numbers = {id(one): number for number, one in enumerate(groups)}
     found: list[TrainedTensor] = []
     others = []
@@ -275,7 +275,7 @@ def make_forecast_inputs(
         elif name.rpartition(".")[2] not in RUNNING_STATISTICS_NAMES:
             saved = states.get(name, NamedParameterState({}, {}))
             group = numbers.get(id(saved.options), 0)
-            merged = {**DEFAULT_OPTIONS_BY_OPTIMIZER[rule], **saved.options, **options, "lr": top_rates[group]}
+            merged = {**DEFAULT_OPTIONS_BY_OPTIMIZER[rule], **saved.options, **options, "lr": base_lrs[group]}
             value, trained = _get_plain_local_weight(name, tensor, dtype), dtype or tensor.dtype
             update = _get_weight_update_name(saved.options, trained)
             state = {key: get_local(one) for key, one in saved.state.items()}
@@ -285,7 +285,7 @@ def make_forecast_inputs(
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
     start = max(int(convert_option_to_float(one.state.get("step", 0))) for one in found)
-    return ForecastInputs(tuple(found), rule, top_rates, start, is_halfulp, notes)
+    return ForecastInputs(tuple(found), rule, base_lrs, start, is_halfulp, notes)
 
 
 def _guess_optimizer_of_saved_state(saved: NamedParameterState) -> str | None:

@@ -37,13 +37,13 @@ class UpdateModel:
     """A model of the updates u(t) = lr(t) growth(t) (mean + deviation z(t)), z normal of variance 1, per element."""
 
     # Which of the sampled elements have an update that is not 0; mean and deviation are of them.
-    nonzero: Tensor
+    nonzero_mask: Tensor
     mean: Tensor
     deviation: Tensor
     # Factor per coming step: how the optimizer's own averages go on.
-    growth: Tensor
+    growth_by_step: Tensor
     # Over which z keeps its sign.
-    run_steps: float
+    same_sign_steps: float
     # Whether every update has the size of the learning rate, as Lion's.
     is_sign_update: bool
     # Where the sizes are from, in words.
@@ -70,7 +70,7 @@ def _model_adam_updates(
     second = _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq")
     eps = convert_option_to_float(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
-    step = int(convert_option_to_float(trained.state.get("step", inputs.start))) if first is not None else 0
+    step = int(convert_option_to_float(trained.state.get("step", inputs.steps_done))) if first is not None else 0
     own = trained.dtype if second is None else second.dtype
     dtype = torch.float32 if inputs.is_halfulp or own.itemsize == 1 else own
     noise = simulate_adam_rms(beta1, beta2, dtype, step + steps)
@@ -344,8 +344,8 @@ def simulate_weight_walk(
     format: Format,
     *,
     decay: float,
-    apart: bool,
-    leaps: int,
+    decays_separately: bool,
+    max_leaps: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, float, float]:
     """Follow weights that are rounded to nearest after every update.
@@ -356,24 +356,24 @@ def simulate_weight_walk(
     Gillespie, J. Chem. Phys. 115, 1716, 2001); elements whose updates are larger than their spacing walk
     without rounding. So weights that leave for larger binades, where nothing moves them any more, are accounted for.
 
-    Decoupled weight decay is rounded by itself before the update, as torch's loops do, where it is `apart`.
+    Decoupled weight decay is rounded by itself before the update, as torch's loops do, where it is `decays_separately`.
 
     Returns:
         Per coming step the expected share of nonzero updates that change their element; then, of weight decay that is
         rounded by itself, the sums of |change| that are wanted and made, 0 without one.
     """
     steps = len(rates)
-    stride = max(1, math.ceil(steps / leaps))
+    stride = max(1, math.ceil(steps / max_leaps))
     shares = torch.zeros(steps, dtype=torch.float64, device="cpu")
     wanted = made = 0.0
     for begin in range(0, steps, stride):
         end = min(steps, begin + stride)
         middle = (begin + end - 1) // 2
-        rate, growth = float(rates[middle]), float(sizes.growth[middle])
+        rate, growth = float(rates[middle]), float(sizes.growth_by_step[middle])
         # A group's own step may be too small for float64's normal numbers: nothing moves then.
         if rate == 0:
             continue
-        mean = rate * growth * sizes.mean - (0.0 if apart else rate * decay) * weights
+        mean = rate * growth * sizes.mean - (0.0 if decays_separately else rate * decay) * weights
         up, down = find_neighbour_gaps(weights, format)
         deviation = rate * growth * sizes.deviation
         if sizes.is_sign_update:
@@ -384,7 +384,7 @@ def simulate_weight_walk(
             falls = torch.special.ndtr((-mean - down / 2) / spread)
         shares[begin:end] = (rises + falls).mean()
         count = end - begin
-        if apart and decay:  # w (1 - lr weight_decay), rounded at each step
+        if decays_separately and decay:  # w (1 - lr weight_decay), rounded at each step
             once = quantize(weights * (1 - rate * decay), format, overflow="saturate")
             wanted += float(weights.abs().sum()) * rate * decay * count
             made += float((weights.abs() - once.abs()).sum()) * count
@@ -395,28 +395,27 @@ def simulate_weight_walk(
             for chance in (rises, falls)
         )
         drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
-        walked = weights + count * mean + drawn * deviation * math.sqrt(2 * sizes.run_steps * count)
+        walked = weights + count * mean + drawn * deviation * math.sqrt(2 * sizes.same_sign_steps * count)
         free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
         weights = quantize(torch.where(free, walked, weights + ups * up - downs * down), format, overflow="saturate")
     return shares, wanted, made
 
 
-def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
+def find_freeze_step(moved_share: Tensor, count: int, same_sign_steps: float) -> int | None:
     """Return the first step from which on fewer than MOVED_SHARE_IF_FROZEN of the nonzero updates change their element.
 
-    `moved` is the expected share per step, 0 where nothing is updated.
+    `moved_share` is the expected share per step, 0 where nothing is updated.
     Of `count` elements some k = ceil(MOVED_SHARE_IF_FROZEN count) have to move for the step to be above. Their number
     is Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
-    incomplete gamma function; updates keep their sign over `run` steps, in which a layer has one chance and not
+    incomplete gamma function; updates keep their sign over `same_sign_steps`, in which a layer has one chance and not
     many. Returned is the first step from which on it is as likely as not that no step is above.
 
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
     """
-    above = torch.special.gammainc(
-        torch.full_like(moved, float(math.ceil(MOVED_SHARE_IF_FROZEN * count))), (moved * count).clamp_min(1e-300)
-    )
-    none = torch.log1p(-above.clamp_max(1 - 1e-15)) / run
+    least = torch.full_like(moved_share, float(math.ceil(MOVED_SHARE_IF_FROZEN * count)))
+    above = torch.special.gammainc(least, (moved_share * count).clamp_min(1e-300))
+    none = torch.log1p(-above.clamp_max(1 - 1e-15)) / same_sign_steps
     none_from = none.flip(0).cumsum(0).flip(0)
     found = (none_from >= math.log(0.5)).nonzero()
     return int(found[0]) if len(found) else None
@@ -428,7 +427,7 @@ _MOST_SHOWN_STEPS = 12
 
 
 def forecast_parameter_updates(
-    trained: TrainedTensor, inputs: ForecastInputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
+    trained: TrainedTensor, inputs: ForecastInputs, rates: Tensor, *, start: int, sample: int, max_leaps: int, seed: int
 ) -> LayerForecast:
     """Return the forecast of one parameter, by a sample of its elements."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -453,7 +452,7 @@ def forecast_parameter_updates(
         sizes = _model_adam_updates(trained, inputs, index, weights, len(rates), generator)
     if sizes is None:
         return layer
-    updated = weights[sizes.nonzero]
+    updated = weights[sizes.nonzero_mask]
     if not len(updated):
         return replace(layer, updates=sizes.source, update_size=0.0)
     repeats = max(1, min(8, sample // len(updated)))
@@ -463,15 +462,15 @@ def forecast_parameter_updates(
         rates,
         formats.get(trained.dtype),
         decay=decay,
-        apart=not inputs.is_halfulp and not options.get("fused"),
-        leaps=leaps,
+        decays_separately=not inputs.is_halfulp and not options.get("fused"),
+        max_leaps=max_leaps,
         generator=generator,
     )
     square = (sizes.mean.square() + sizes.deviation.square()).mean()
     # Where the rate is 0 there is no update that could be lost.
     active = int((rates > 0).nonzero().amax()) + 1 if lr > 0 else 0
     count = max(1, round(len(updated) / len(weights) * elements))
-    step = find_freeze_step(moved[:active], count, sizes.run_steps)
+    step = find_freeze_step(moved[:active], count, sizes.same_sign_steps)
     shown = torch.linspace(0, active - 1, min(_MOST_SHOWN_STEPS, active), dtype=torch.float64, device="cpu")
     return replace(
         layer,
@@ -486,14 +485,14 @@ def forecast_parameter_updates(
     )
 
 
-def sample_positions(elements: int, most: int) -> Tensor:
+def sample_positions(element_count: int, max_count: int) -> Tensor:
     """Return the positions of a sample: all elements, or runs of neighbours at even distances.
 
     >>> sample_positions(3, 10).tolist(), len(sample_positions(10**6, 1024)), int(sample_positions(10**6, 1024)[-1])
     ([0, 1, 2], 1024, 999999)
     """
-    if elements <= most:
-        return torch.arange(elements, dtype=torch.int64, device="cpu")
-    runs = max(1, most // _SAMPLE_RUN_ELEMENTS)
-    begins = torch.linspace(0, elements - _SAMPLE_RUN_ELEMENTS, runs, dtype=torch.float64, device="cpu").long()
+    if element_count <= max_count:
+        return torch.arange(element_count, dtype=torch.int64, device="cpu")
+    runs = max(1, max_count // _SAMPLE_RUN_ELEMENTS)
+    begins = torch.linspace(0, element_count - _SAMPLE_RUN_ELEMENTS, runs, dtype=torch.float64, device="cpu").long()
     return (begins[:, None] + torch.arange(_SAMPLE_RUN_ELEMENTS, dtype=torch.int64, device="cpu")).flatten()

@@ -141,9 +141,9 @@ def forecast(
                 f"forecast takes a module, state dict or checkpoint's path; got {name_type(model_or_state)}"
             )
         inputs = make_inputs_from_checkpoint(opened, rate, optimizer, options, dtype)
-    begin = inputs.start if start is None else start
+    begin = inputs.steps_done if start is None else start
     rates = compute_learning_rates(
-        schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
+        schedule, inputs.base_lrs, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
     name = schedule or "constant" if schedule is None or isinstance(schedule, str) else type(schedule).__name__
     return _forecast_layers(inputs, rates, name, begin)
@@ -186,7 +186,7 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     leaps = int(max(1, min(leaps, _ELEMENT_LEAPS_BUDGET / (sample * count))))
     layers = tuple(
         forecast_parameter_updates(
-            trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position
+            trained, inputs, rates[trained.group_index], start=start, sample=sample, max_leaps=leaps, seed=position
         )
         for position, trained in enumerate(inputs.parameters)
     )

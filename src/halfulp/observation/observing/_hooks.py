@@ -51,8 +51,8 @@ class ModuleHooks:
         self.loss: torch.Tensor | None = None
         # Bounded: many forward passes may run without an optimizer's step.
         self._gradient_handles: deque[RemovableHandle] = deque(maxlen=10_000)
-        self._seen: set[str] = set()
-        self._last: tuple[weakref.ref, int] | None = None
+        self._seen_modules: set[str] = set()
+        self._last_seen: tuple[weakref.ref, int] | None = None
         compiled: dict[str, nn.Module] = {}
         names: dict[nn.Module, str] = {}
         for name, module in _find_eager_modules(model, compiled):
@@ -67,30 +67,30 @@ class ModuleHooks:
             if check and name not in wrappers:
                 recorder.note_unobserved(f"{said} was compiled in place: there is no eager original to compare with")
         self.expects_calls: bool = bool(names) and not compiled
-        self._residuals = ResidualSumWatcher(recorder)
+        self._residual_watcher = ResidualSumWatcher(recorder)
         self._compares_second_runs = check
         # Samples of outputs by module, None behind a second run.
         self._first_outputs: dict[str, OutputSample | None] = {}
-        self._hooks = {module: ModuleHook(self._observe_module_run, name) for module, name in names.items()}
-        self._compiled = CompiledModuleCheck(recorder, wrappers)
+        self._hook_by_module = {module: ModuleHook(self._observe_module_run, name) for module, name in names.items()}
+        self._compiled_check = CompiledModuleCheck(recorder, wrappers)
 
     def attach(self) -> None:
         """Attach the hooks."""
-        self.recorder.hooks += [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
-        self._compiled.attach()
+        self.recorder.handles += [module.register_forward_hook(hook) for module, hook in self._hook_by_module.items()]
+        self._compiled_check.attach()
 
     def clear_step_state(self) -> None:
         """Forget what belongs to one step."""
         while self._gradient_handles:
             self._gradient_handles.pop().remove()
-        self._seen.clear()
-        self._last = self.loss = None
-        self._residuals.release_tensors()
+        self._seen_modules.clear()
+        self._last_seen = self.loss = None
+        self._residual_watcher.release_tensors()
         self._first_outputs.clear()
 
     def _observe_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Observe the outputs of a module that has run in training; evaluation without gradients is left out."""
-        if not torch.compiler.is_compiling() and self.recorder.sampling and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and self.recorder.is_sampling and torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
             self._observe_outputs(name, module, inputs, output, in_backward)
 
@@ -99,19 +99,20 @@ class ModuleHooks:
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
         if not in_backward:  # what runs again in a backward pass was noted in the first run
-            self._residuals.track_residual_sums_of_module(name, inputs, output)
+            self._residual_watcher.track_residual_sums_of_module(name, inputs, output)
             for one in output if isinstance(output, tuple) else (output,):
                 if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > _FEWEST_POSITIONS:
                     _record_position_collisions(self.recorder, name, one)
         found = list(find_float_tensors(output))
         if self._compares_second_runs and found:
             keep_or_compare_recomputed_output(self.recorder, self._first_outputs, name, found[0], in_backward)
-        if not in_backward or name not in self._seen:
+        if not in_backward or name not in self._seen_modules:
             for tensor in found:
                 # One that a module around hands on was observed last.
-                if self._last is None or self._last[0]() is not tensor or self._last[1] != tensor._version:
+                last = self._last_seen
+                if last is None or last[0]() is not tensor or last[1] != tensor._version:
                     self._observe_output(name, module, tensor, inputs)
-            self._seen.add(name)
+            self._seen_modules.add(name)
         if not name:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             is_loss = isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1
@@ -127,7 +128,7 @@ class ModuleHooks:
         record.input_amax = max(map(_compute_amax, find_float_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
         record.weight_amax = max(map(_compute_amax, find_float_tensors(own)), default=None)
-        self._last = weakref.ref(tensor), tensor._version
+        self._last_seen = weakref.ref(tensor), tensor._version
         if tensor.requires_grad:
             hook = functools.partial(self._record_output_gradient, name, kind)
             self._gradient_handles.append(tensor.register_hook(hook))
@@ -135,8 +136,8 @@ class ModuleHooks:
     @make_safe_hook_method
     def _record_output_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         """Count the gradient of an output as it arrives."""
-        if self.recorder.sampling:
-            self.recorder.record_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
+        if self.recorder.is_sampling:
+            self.recorder.record_tensor("activation gradient", name, kind, gradient, self.recorder.loss_scale)
 
 
 def _compute_amax(tensor: torch.Tensor) -> float:
@@ -168,10 +169,10 @@ _MOST_HELD_OUTPUTS, _MOST_HELD_INPUTS = 3, 8
 class _Addend(NamedTuple):
     """A tensor that may be an addend: its place in autograd's graph, its numbers, and the module that made it."""
 
-    key: tuple[int, int]
+    graph_key: tuple[int, int]
     values: torch.Tensor
     version: int
-    name: str | None
+    module_name: str | None
 
 
 class ResidualSumWatcher:
@@ -193,12 +194,13 @@ class ResidualSumWatcher:
             if type(tensor) is not torch.Tensor or tensor.dtype not in SIXTEEN_BIT_DTYPES or tensor.grad_fn is None:
                 continue
             key = make_graph_output_key(tensor.grad_fn, tensor.output_nr)
-            known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
+            known = next((one for one in (*self._outputs, *self._inputs) if one.graph_key == key), None)
             if known is None:
                 self._measure_sum(tensor)
             if maker is None:
-                if known is None or known.name is not None:
-                    self._inputs.append(_Addend(key, tensor.detach(), tensor._version, known.name if known else None))
+                if known is None or known.module_name is not None:
+                    made_by = known.module_name if known else None
+                    self._inputs.append(_Addend(key, tensor.detach(), tensor._version, made_by))
             elif known is None:
                 self._outputs.append(_Addend(key, tensor.detach(), tensor._version, maker))
 
@@ -207,7 +209,7 @@ class ResidualSumWatcher:
         node: Any = total.grad_fn
         if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
             return
-        held = {one.key: one for one in (*self._inputs, *self._outputs)}
+        held = {one.graph_key: one for one in (*self._inputs, *self._outputs)}
         first, second = (held.get(make_graph_output_key(*pair)) for pair in node.next_functions)
         if first is None or second is None or first is second:
             return
@@ -219,7 +221,7 @@ class ResidualSumWatcher:
             samples.append(_sample_rows(one.values))
         sizes = [float(sample.square().mean().sqrt()) for sample in samples]
         small = sizes.index(min(sizes))
-        name = (first, second)[small].name
+        name = (first, second)[small].module_name
         if name is None:
             return
         record = self.recorder.record.residuals.setdefault(name, ResidualStreamRecord(name, total.dtype))
@@ -277,48 +279,48 @@ def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> to
 class GradientHooks:
     """Watches gradients as backward passes hand them to parameters, and as they are added to those that are there."""
 
-    def __init__(self, recorder: Recorder, named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, recorder: Recorder, parameters: Mapping[str, torch.Tensor]) -> None:
         self.recorder = recorder
         # Names whose gradients were observed in this step.
-        self.arrived: set[str] = set()
-        self._named = {name: one for name, one in named.items() if one.requires_grad}
+        self.arrived_names: set[str] = set()
+        self._parameter_by_name = {name: one for name, one in parameters.items() if one.requires_grad}
         # Names of parameters with a hook behind their accumulation.
-        self._followed: set[str] = set()
+        self._hooked_names: set[str] = set()
         # Samples of a gradient that is there and of the one that is added to it, until it has been.
         self._addends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self) -> None:
         """Attach the hooks."""
-        self._followed.clear()
-        for name, parameter in self._named.items():
+        self._hooked_names.clear()
+        for name, parameter in self._parameter_by_name.items():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = functools.partial(self._note_arriving_gradient, name)
-                self.recorder.hooks.append(parameter.register_hook(hook))
+                self.recorder.handles.append(parameter.register_hook(hook))
 
     def clear_step_state(self) -> None:
         """Forget what belongs to one step."""
-        self.arrived.clear()
+        self.arrived_names.clear()
         self._addends.clear()
 
     @make_safe_hook_method
     def _note_arriving_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Count a gradient that arrives, and keep samples of it and of the one that it is added to, if there is one."""
-        if not self.recorder.sampling:
+        if not self.recorder.is_sampling:
             return
-        kind, parameter = self.recorder.record.parameters[name].kind, self._named[name]
-        if self.recorder.record_tensor("weight gradient", name, kind, gradient, self.recorder.scale) is not None:
-            self.arrived.add(name)
+        kind, parameter = self.recorder.record.parameters[name].kind, self._parameter_by_name[name]
+        if self.recorder.record_tensor("weight gradient", name, kind, gradient, self.recorder.loss_scale) is not None:
+            self.arrived_names.add(name)
         self._addends.pop(name, None)
         held = None if parameter.grad is None else read_numbers(parameter.grad)
         incoming = None if held is None else read_numbers(gradient)
-        if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
+        if held is None or incoming is None or held.values.numel() != incoming.values.numel():
             return
         key = self.recorder.get_sampling_key(name)
-        self._addends[name] = take_sample(held.flat, key), take_sample(incoming.flat, key)
-        if name not in self._followed:
-            self._followed.add(name)
+        self._addends[name] = take_sample(held.values, key), take_sample(incoming.values, key)
+        if name not in self._hooked_names:
+            self._hooked_names.add(name)
             hook = functools.partial(self._compare_accumulated_gradient, name)
-            self.recorder.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self.recorder.handles.append(parameter.register_post_accumulate_grad_hook(hook))
             # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
             hooks: Any = parameter._post_accumulate_grad_hooks
             for other in [*hooks][:-1]:
@@ -333,7 +335,7 @@ class GradientHooks:
         if found is None or addends is None or not addends[0].any():
             return
         held, incoming = addends
-        now = take_sample(found.flat, self.recorder.get_sampling_key(name))
+        now = take_sample(found.values, self.recorder.get_sampling_key(name))
         record = self.recorder.record.parameters[name]
         record.accumulation = record.accumulation or RealisedChanges()
         record_realised_changes(record.accumulation, held, now, incoming)
@@ -348,7 +350,7 @@ def sample_output(recorder: Recorder, name: str, output: torch.Tensor) -> Output
     found = read_numbers(output)
     if found is None:
         return None
-    return found.dtype, take_sample(found.flat, recorder.get_sampling_key(name)).mul_(found.scale)
+    return found.dtype, take_sample(found.values, recorder.get_sampling_key(name)).mul_(found.scale)
 
 
 def measure_output_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
@@ -370,10 +372,10 @@ def keep_larger_difference(records: list[OutputDifference], made: OutputDifferen
     if there is None:
         records.append(made)
     else:
-        records[there] = max(records[there], made, key=_measure_difference)
+        records[there] = max(records[there], made, key=_get_difference_rank)
 
 
-def _measure_difference(one: OutputDifference) -> tuple[bool, float, float]:
+def _get_difference_rank(one: OutputDifference) -> tuple[bool, float, float]:
     return one.dtypes[0] != one.dtypes[1], one.relative, one.differing
 
 
@@ -399,22 +401,22 @@ class CompiledModuleCheck:
 
     def __init__(self, recorder: Recorder, modules: dict[str, nn.Module]) -> None:
         self.recorder, self._modules = recorder, modules
-        self._expected: dict[str, list[OutputSample | None]] = {}
+        self._eager_samples: dict[str, list[OutputSample | None]] = {}
 
     def attach(self) -> None:
         """Attach the hooks around compiled modules, which run outside of what was compiled."""
         for name, module in self._modules.items():
             before = ModuleHook(self._sample_eager_outputs, name)
-            self.recorder.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.recorder.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs.
             after = ModuleHook(self._compare_with_eager, name)
-            self.recorder.hooks.append(module.register_forward_hook(after, prepend=True))
+            self.recorder.handles.append(module.register_forward_hook(after, prepend=True))
 
     def _sample_eager_outputs(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._expected.pop(name, None)  # of a run that did not end
-        if self.recorder.sampling and name in self._modules and torch.is_grad_enabled():
+        self._eager_samples.pop(name, None)  # of a run that did not end
+        if self.recorder.is_sampling and name in self._modules and torch.is_grad_enabled():
             self._run_original_twice(name, module, args, kwargs)
 
     @make_safe_hook_method
@@ -437,11 +439,11 @@ class CompiledModuleCheck:
             self.recorder.note_unobserved(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
             del self._modules[name]
         else:
-            self._expected[name] = samples[0]
+            self._eager_samples[name] = samples[0]
 
     @make_safe_hook_method
     def _compare_with_eager(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        expected = self._expected.pop(name, None)
+        expected = self._eager_samples.pop(name, None)
         if expected is None:
             return
         found = [sample_output(self.recorder, name, one) for one in find_float_tensors(output)]
@@ -454,7 +456,7 @@ def find_largest_difference(
 ) -> OutputDifference | None:
     """Return the difference of the outputs that differ most; None where none is floating-point."""
     pairs = ((a, b) for a, b in zip(first, second) if a is not None and b is not None)
-    return max((measure_output_difference(name, a, b) for a, b in pairs), key=_measure_difference, default=None)
+    return max((measure_output_difference(name, a, b) for a, b in pairs), key=_get_difference_rank, default=None)
 
 
 _MODULE_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

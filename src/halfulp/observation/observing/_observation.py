@@ -221,15 +221,17 @@ class Observation:
         self._expected = parse_expected_formats(expect)
         self._modules = ModuleHooks(self.recorder, model, check)
         self._averages = None if average is None else WeightAverageWatcher(self.recorder, average, model)
-        self._ranks = RankComparison(self.recorder, model, self._parameters.named)
-        self._gradients = GradientHooks(self.recorder, self._parameters.named)
-        self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
+        self._ranks = RankComparison(self.recorder, model, self._parameters.parameter_by_name)
+        self._gradients = GradientHooks(self.recorder, self._parameters.parameter_by_name)
+        self._updates = {
+            id(one): UpdateWatcher(self.recorder, one, self._parameters.name_by_id) for one in self.optimizers
+        }
         self._sinks = RowWriter(self.recorder, sinks)
         self._handles: list[RemovableHandle] = []
-        self._logged: float | None = None
-        self._losses: deque[float] = deque(maxlen=MOST_COMPARED_LOSSES)
-        self._began: float | None = None
-        self._wall: float = 0.0
+        self._logged_loss: float | None = None
+        self._sampled_losses: deque[float] = deque(maxlen=MOST_COMPARED_LOSSES)
+        self._start_time: float | None = None
+        self._observed_seconds: float = 0.0
 
     # beginning and end ----------------------------------------------------------------------------------------
 
@@ -239,9 +241,9 @@ class Observation:
         Raises:
             RuntimeError: it runs already.
         """
-        if self._began is not None:
+        if self._start_time is not None:
             raise RuntimeError("the observation runs already: call stop() before start()")
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
             self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
@@ -257,7 +259,7 @@ class Observation:
 
         Of several processes, each compares what it saw with the others, for which it waits five seconds at most.
         """
-        if self._began is None:
+        if self._start_time is None:
             return self
         if (last := self._steps.end_first_run_step()) is not None:
             self._end_run_step(last)
@@ -268,8 +270,8 @@ class Observation:
         self.recorder.remove_hooks()
         run_safely(self.recorder, self._ranks.compare_ranks)
         self._complete_record()
-        self._wall += time.perf_counter() - self._began
-        self._began, self.recorder.sampling = None, False
+        self._observed_seconds += time.perf_counter() - self._start_time
+        self._start_time, self.recorder.is_sampling = None, False
         return self
 
     def __enter__(self) -> Observation:
@@ -283,7 +285,7 @@ class Observation:
     @property
     def record(self) -> Record:
         """All that was counted so far."""
-        if self._began is not None:
+        if self._start_time is not None:
             self._complete_record()
         self._note_missing_observations()
         record = self.recorder.record
@@ -298,9 +300,9 @@ class Observation:
     @property
     def overhead(self) -> float | None:
         """Share of the run's time that was spent in watching; None before any time passed."""
-        wall = self._wall + (0.0 if self._began is None else time.perf_counter() - self._began)
-        own = wall - self.recorder.seconds
-        return self.recorder.seconds / own if own > 0 else None
+        wall = self._observed_seconds + (0.0 if self._start_time is None else time.perf_counter() - self._start_time)
+        own = wall - self.recorder.observing_seconds
+        return self.recorder.observing_seconds / own if own > 0 else None
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Set the loss of the running step, where no module returns it.
@@ -311,7 +313,7 @@ class Observation:
         if isinstance(loss, torch.Tensor):
             self.recorder.record.loss_dtype = loss.dtype
             loss = loss.detach()
-        self._logged = float(loss)
+        self._logged_loss = float(loss)
 
     def summarize(self) -> RunSummary:
         """Return a summary of the run so far, which needs no model."""
@@ -351,7 +353,7 @@ class Observation:
             self._end_run_step(ended)
         if self._scales.searches_left:
             run_safely(self.recorder, self._scales.search_callers_for_scaler)
-        if not self.recorder.sampling:
+        if not self.recorder.is_sampling:
             return None
         if self._averages is not None:
             run_safely(self.recorder, self._averages.compare_averages)
@@ -359,13 +361,13 @@ class Observation:
 
     @make_safe_hook_method
     def _sample_before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._updates[id(optimizer)].sample_before_step(self._gradients.arrived)
+        self._updates[id(optimizer)].sample_before_step(self._gradients.arrived_names)
 
     def _handle_step_end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what an optimizer's step did with what was wanted."""
         if is_in_step_of_subclass(optimizer):
             return
-        if self.recorder.sampling:
+        if self.recorder.is_sampling:
             run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
         if self._steps.note_step_end(optimizer):
             self._end_run_step(optimizer)
@@ -373,15 +375,15 @@ class Observation:
     @make_safe_hook_method
     def _end_run_step(self, optimizer: torch.optim.Optimizer) -> None:
         recorder, record = self.recorder, self.recorder.record
-        scale, skipped = self._scales.read_scale_and_skips_at_step(recorder.sampling)
+        scale, skipped = self._scales.read_scale_and_skips_at_step(recorder.is_sampling)
         loss = self._read_step_loss()
         lr = optimizer.param_groups[0].get("lr")
         scheduled = self._scales.count_new_scheduler_steps()
         lr = None if lr is None else float(lr)
-        step = StepRecord(recorder.step, recorder.sampling, lr, scale, skipped, scheduled, loss)
-        broken = len(recorder.broken)
+        step = StepRecord(recorder.step, recorder.is_sampling, lr, scale, skipped, scheduled, loss)
+        broken = len(recorder.nonfinite_tensors)
         try:
-            if recorder.sampling:
+            if recorder.is_sampling:
                 record.sampled_steps.append(recorder.step)
                 record.sites = self._scales.list_site_exponents()
                 exponents = [site["exponent"] for site in record.sites]
@@ -403,8 +405,8 @@ class Observation:
         recorder = self.recorder
         recorder.begin_step(step, sampling)
         if sampling:
-            recorder.scale = self._scales.get_loss_scale() or 1.0
-            if not recorder.hooks:
+            recorder.loss_scale = self._scales.get_loss_scale() or 1.0
+            if not recorder.handles:
                 self._modules.attach()
                 self._gradients.attach()
             if self._averages is not None:
@@ -414,15 +416,15 @@ class Observation:
 
     def _read_step_loss(self) -> float | None:
         """Return the loss of this step: the logged one, or one among the model's outputs."""
-        seen, told = self._modules.loss, self._logged
-        self._logged = None
+        seen, told = self._modules.loss, self._logged_loss
+        self._logged_loss = None
         if told is None and seen is not None:
             self.recorder.record.loss_dtype = seen.dtype
             told = float(seen)
-        if told is not None and self.recorder.sampling and math.isfinite(told):
-            self._losses.append(told)
+        if told is not None and self.recorder.is_sampling and math.isfinite(told):
+            self._sampled_losses.append(told)
             self.recorder.record.loss_gap = compute_spacing_per_loss_change(
-                self._losses, self.recorder.record.loss_dtype
+                self._sampled_losses, self.recorder.record.loss_dtype
             )
         return told
 
@@ -446,7 +448,7 @@ class Observation:
                 "as hu.observe(model, optimizer)"
             )
         elif not record.history:
-            if self._wall:
+            if self._observed_seconds:
                 self.recorder.note_unobserved(
                     "no optimizer step was seen: the run never stepped, or steps other optimizers"
                 )
@@ -517,33 +519,33 @@ class RunStepTracker:
         given = list({id(part): part for one in given for part in list_contained_optimizers(one)}.values())
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
         self.optimizers: list[torch.optim.Optimizer] = [one for one in given if id(one) not in held]
-        self._lead: torch.optim.Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
-        self._stepped: list[torch.optim.Optimizer] = []
+        self._lead_optimizer: torch.optim.Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
+        self._stepped_optimizers: list[torch.optim.Optimizer] = []
 
     def note_step_end(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer has stepped; return whether the run's step ends with it."""
-        self._stepped.append(optimizer)
-        is_end = optimizer is self._lead
+        self._stepped_optimizers.append(optimizer)
+        is_end = optimizer is self._lead_optimizer
         if is_end:
-            self._stepped.clear()
+            self._stepped_optimizers.clear()
         return is_end
 
     def end_run_step_if_stepped_again(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""
-        if not any(one is optimizer for one in self._stepped):
+        if not any(one is optimizer for one in self._stepped_optimizers):
             return None
-        last = self._stepped[-1]
-        self._lead = last if self._lead is None else optimizer
-        self._stepped.clear()
+        last = self._stepped_optimizers[-1]
+        self._lead_optimizer = last if self._lead_optimizer is None else optimizer
+        self._stepped_optimizers.clear()
         return last
 
     def end_first_run_step(self) -> torch.optim.Optimizer | None:
         """End the run's first step, if none has ended yet; return the optimizer that stepped last, else None."""
-        if self._lead is not None or not self._stepped:
+        if self._lead_optimizer is not None or not self._stepped_optimizers:
             return None
-        self._lead = self._stepped[-1]
-        self._stepped.clear()
-        return self._lead
+        self._lead_optimizer = self._stepped_optimizers[-1]
+        self._stepped_optimizers.clear()
+        return self._lead_optimizer
 
 
 def list_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -560,10 +562,10 @@ class ObservedParameters:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], record: Record) -> None:
         self._record = record
-        self.named: dict[str, torch.Tensor] = {}
+        self.parameter_by_name: dict[str, torch.Tensor] = {}
         # By the parameter's id, and by that of the copy that an optimizer steps for it.
-        self.names: dict[int, str] = {}
-        self._first: dict[str, torch.Tensor] = {}
+        self.name_by_id: dict[int, str] = {}
+        self._first_samples: dict[str, torch.Tensor] = {}
         kinds: dict[int, str] = {}
         for module in model.modules():
             for parameter in module._parameters.values():
@@ -575,7 +577,7 @@ class ObservedParameters:
             self._add_stepped_parameters(f"optimizer.{number}" if len(optimizers) > 1 else "optimizer", optimizer)
 
     def _add_parameter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
-        self.named[name], self.names[id(parameter)] = parameter, name
+        self.parameter_by_name[name], self.name_by_id[id(parameter)] = parameter, name
         local, dtype = get_local(parameter), get_payload(parameter).dtype
         trains = parameter.requires_grad
         self._record.parameters[name] = ParameterRecord(name, kind, dtype, tuple(local.shape), local.numel(), trains)
@@ -584,11 +586,11 @@ class ObservedParameters:
         numbers = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         wrappable = is_wrappable(optimizer)
         for group, position, parameter in walk_group_parameters(optimizer):
-            name, given = self.names.get(id(parameter)), group.get("param_names")
+            name, given = self.name_by_id.get(id(parameter)), group.get("param_names")
             if name is None:
                 name = f"{prefix}.{given[position]}" if given else f"{prefix}.{numbers[id(group)]}.{position}"
                 self._add_parameter(name, parameter, "")
-            self.names[id(group["params"][position])] = name
+            self.name_by_id[id(group["params"][position])] = name
             record = self._record.parameters[name]
             set_optimizer_of_record(record, optimizer, wrappable)
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
@@ -596,13 +598,13 @@ class ObservedParameters:
     def record_shares_moved_since_start(self) -> None:
         """Record which share of each parameter's sample has changed since the first call, before the first step."""
         samples = {}
-        for name, parameter in self.named.items():
+        for name, parameter in self.parameter_by_name.items():
             numbers = read_numbers(parameter)
             if numbers is not None:
-                samples[name] = take_sample(numbers.flat, make_sampling_key(0, name)).mul_(numbers.scale)
-        self._first = self._first or samples
+                samples[name] = take_sample(numbers.values, make_sampling_key(0, name)).mul_(numbers.scale)
+        self._first_samples = self._first_samples or samples
         for name, now in samples.items():
-            before = self._first.get(name)
+            before = self._first_samples.get(name)
             if before is not None and len(before) == len(now) and len(now):
                 self._record.parameters[name].moved = float((before != now).cpu().double().mean())
 
@@ -616,9 +618,9 @@ class ScalerAndSchedulerTracker:
 
     def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler
-        self._before: float | None = None
+        self._last_scale: float | None = None
         self.searches_left: int = 0 if scaler is not None else _MOST_SCALER_SEARCHES
-        self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
+        self._last_epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
 
     def search_callers_for_scaler(self) -> None:
         """Look for the scaler among the callers of an optimizer's step."""
@@ -636,7 +638,7 @@ class ScalerAndSchedulerTracker:
 
     def begin_counting_skips(self) -> None:
         """Count skips from here on."""
-        self._before = self.get_loss_scale()
+        self._last_scale = self.get_loss_scale()
 
     def get_loss_scale(self) -> float | None:
         """Return the loss scale, None without an enabled scaler."""
@@ -653,8 +655,8 @@ class ScalerAndSchedulerTracker:
 
     def read_scale_and_skips(self) -> tuple[float | None, int]:
         """Return the scale now, and how many steps were skipped since it was read last, none where reading begins."""
-        before, now = self._before, self.get_loss_scale()
-        self._before = now
+        before, now = self._last_scale, self.get_loss_scale()
+        self._last_scale = now
         if now is None or not before or self.scaler is None or isinstance(self.scaler, AdaptiveGradScaler):
             return now, 0
         factor = float(self.scaler.get_backoff_factor())
@@ -669,10 +671,10 @@ class ScalerAndSchedulerTracker:
 
     def count_new_scheduler_steps(self) -> int | None:
         """Return how many steps the scheduler took since the last call; None without one."""
-        if self.scheduler is None or self._epoch is None:
+        if self.scheduler is None or self._last_epoch is None:
             return None
-        before, self._epoch = self._epoch, int(getattr(self.scheduler, "last_epoch", 0))
-        return self._epoch - before
+        before, self._last_epoch = self._last_epoch, int(getattr(self.scheduler, "last_epoch", 0))
+        return self._last_epoch - before
 
     def list_site_exponents(self) -> list[dict[str, Any]]:
         """Return an AdaptiveGradScaler's gradient exponents per site."""
@@ -682,7 +684,7 @@ class ScalerAndSchedulerTracker:
             {
                 "site": site.key,
                 "exponent": site.exponent,
-                "overflows": site.overflows,
+                "overflows": site.overflow_count,
                 "format": None if site.format is None else site.format.name,
             }
             for site in self.scaler._controller.sites.values()

@@ -44,12 +44,12 @@ class RankComparison:
         """Say that this rank observes from a step on."""
         if not dist.is_available() or not dist.is_initialized():
             return
-        self.rank, self._first = dist.get_rank(), step
+        self.rank, self._first_step = dist.get_rank(), step
         # How often each rank had begun to observe this model when this one had made its first step.
-        self._starts: list[int] = []
+        self._start_counts: list[int] = []
         # The last sampled step since it began, and hashes of the replicated parameters after it, uint32 by name.
-        self._step = -1
-        self._hashes: dict[str, int] = {}
+        self._last_step = -1
+        self._hash_by_name: dict[str, int] = {}
         self.recorder.record.replica_of = self.rank, dist.get_world_size()
         # Pipelines and experts share a model among some ranks alone, and all groups have models of one kind.
         groups = [m.process_group for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
@@ -60,19 +60,19 @@ class RankComparison:
         self._replicated = find_replicated_parameters(self._model, self._parameters)
         name = f"halfulp/observe/{mix64(*map(hash_name, (str(ranks), *sorted(self._parameters)))):016x}"
         _observation_count_by_key[name] += 1
-        self._keys = {rank: f"{name}/{rank}" for rank in sorted(ranks)}
-        self._summary_key = f"{self._keys[self.rank]}/{_observation_count_by_key[name]}"
-        _get_default_store().set(self._keys[self.rank], str(_observation_count_by_key[name]))
-        self.other_ranks = [rank for rank in self._keys if rank != self.rank]
+        self._store_keys = {rank: f"{name}/{rank}" for rank in sorted(ranks)}
+        self._summary_key = f"{self._store_keys[self.rank]}/{_observation_count_by_key[name]}"
+        _get_default_store().set(self._store_keys[self.rank], str(_observation_count_by_key[name]))
+        self.other_ranks = [rank for rank in self._store_keys if rank != self.rank]
 
     def hash_replicas_after_step(self) -> None:
         """Keep hashes of the replicated parameters as they are after a sampled step."""
-        store, keys = _get_default_store(), list(self._keys.values())
+        store, keys = _get_default_store(), list(self._store_keys.values())
         # Ranks that train together have all begun when one has made its first step.
-        if self._step < 0 and store.check(keys):
-            self._starts = [int(count) for count in store.multi_get(keys)]
-        self._step = self.recorder.step - self._first
-        self._hashes = hash_sampled_elements(self._replicated, self._step)
+        if self._last_step < 0 and store.check(keys):
+            self._start_counts = [int(count) for count in store.multi_get(keys)]
+        self._last_step = self.recorder.step - self._first_step
+        self._hash_by_name = hash_sampled_elements(self._replicated, self._last_step)
 
     def compare_ranks(self) -> None:
         """Compare the summaries of other ranks with this one's, and note the missing ones."""
@@ -86,14 +86,14 @@ class RankComparison:
             return
         store = _get_default_store()
         # Else a rank that begins before this one the next time would take it for one that has begun.
-        store.delete_key(self._keys[self.rank])
-        if self._step < 0:
+        store.delete_key(self._store_keys[self.rank])
+        if self._last_step < 0:
             return
-        store.set(self._summary_key, pickle.dumps((self._starts, self._step, self._hashes)))
-        if not self._starts:
+        store.set(self._summary_key, pickle.dumps((self._start_counts, self._last_step, self._hash_by_name)))
+        if not self._start_counts:
             self.recorder.note_unobserved("ranks are not compared: not all began to observe at the same step")
             return
-        keys = {rank: f"{key}/{count}" for (rank, key), count in zip(self._keys.items(), self._starts)}
+        keys = {rank: f"{key}/{count}" for (rank, key), count in zip(self._store_keys.items(), self._start_counts)}
         wanted = others if self.rank < others[0] else others[:1]
         with contextlib.suppress(RuntimeError):  # those that are late are named
             store.wait([keys[rank] for rank in wanted], datetime.timedelta(seconds=OTHER_RANKS_WAIT_SECONDS))
@@ -101,12 +101,12 @@ class RankComparison:
         for rank in wanted:
             there = store.check([keys[rank]])
             starts, step, hashes = pickle.loads(store.get(keys[rank])) if there else ([], -1, {})
-            if (starts, step) != (self._starts, self._step):
+            if (starts, step) != (self._start_counts, self._last_step):
                 missing.append(rank)
             else:
                 replicas = self.recorder.record.replicas
-                for name in self._hashes.keys() & hashes.keys():
-                    replicas[name] = replicas.get(name, True) and self._hashes[name] == hashes[name]
+                for name in self._hash_by_name.keys() & hashes.keys():
+                    replicas[name] = replicas.get(name, True) and self._hash_by_name[name] == hashes[name]
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             self.recorder.note_unobserved(
@@ -148,7 +148,7 @@ def hash_sampled_elements(parameters: Mapping[str, torch.Tensor], step: int) -> 
     hashes = {}
     for name, parameter in parameters.items():
         if (found := read_numbers(parameter)) is not None:
-            size = zlib.crc32(f"{found.flat.numel()} {found.scale}".encode())
-            sample = take_sample(found.flat, make_sampling_key(step, name))
+            size = zlib.crc32(f"{found.values.numel()} {found.scale}".encode())
+            sample = take_sample(found.values, make_sampling_key(step, name))
             hashes[name] = zlib.crc32(sample.numpy().data, size)
     return hashes

@@ -34,41 +34,41 @@ HookMethod = TypeVar("HookMethod", bound=Callable[..., None])
 class Recorder:
     """The state that all hooks of an observation share."""
 
-    def __init__(self, quantized: dict[str, Format | BlockFormat]) -> None:
+    def __init__(self, format_by_module: dict[str, Format | BlockFormat]) -> None:
         self.record: Record = Record()
-        self.quantized = quantized
+        self.format_by_module = format_by_module
         # Tensors that were seen in the running step, and those of them that held NaN or infinity.
-        self.seen: set[tuple[Role, str]] = set()
-        self.broken: set[tuple[Role, str]] = set()
+        self.seen_tensors: set[tuple[Role, str]] = set()
+        self.nonfinite_tensors: set[tuple[Role, str]] = set()
         self.step: int = 0
         # Whether tensors of the running step are observed, and how many were.
-        self.sampling: bool = False
-        self.position: int = 0
+        self.is_sampling: bool = False
+        self.tensor_position: int = 0
         # Of the loss in the running backward pass.
-        self.scale: float = 1.0
+        self.loss_scale: float = 1.0
         # Spent in observing.
-        self.seconds: float = 0.0
-        self._free: list[None] = [None]
+        self.observing_seconds: float = 0.0
+        self._reentry_token: list[None] = [None]
         # Handles of the hooks of sampled steps.
-        self.hooks: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
         # Names sampled at the same places in every step, so that directions of rounding can be compared.
-        self.fixed: set[str] = set()
+        self.fixed_sample_names: set[str] = set()
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step, or go on with the one in which observing stopped."""
         if step != self.step:
-            self.seen.clear()
-            self.broken.clear()
-        self.step, self.sampling, self.position = step, sampling, 0
+            self.seen_tensors.clear()
+            self.nonfinite_tensors.clear()
+        self.step, self.is_sampling, self.tensor_position = step, sampling, 0
 
     def remove_hooks(self) -> None:
         """Remove the hooks of sampled steps."""
-        while self.hooks:
-            self.hooks.pop().remove()
+        while self.handles:
+            self.handles.pop().remove()
 
     def get_sampling_key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
-        return make_sampling_key(0 if name in self.fixed else self.step, name)
+        return make_sampling_key(0 if name in self.fixed_sample_names else self.step, name)
 
     def note_unobserved(self, sentence: str) -> None:
         """Note in words what could not be observed, once."""
@@ -86,7 +86,7 @@ class Recorder:
             return None
         if loss_scale != 1.0:
             found = found._replace(scale=found.scale * loss_scale)
-        return self.record_numbers(role, name, kind, found, take_sample(found.flat, self.get_sampling_key(name)))
+        return self.record_numbers(role, name, kind, found, take_sample(found.values, self.get_sampling_key(name)))
 
     def record_numbers(
         self, role: Role, name: str, kind: str, numbers: StoredNumbers, sample: torch.Tensor
@@ -95,21 +95,21 @@ class Recorder:
         key, tensors = (role, name), self.record.tensors
         record = tensors.get(key)
         if record is None:
-            record = tensors[key] = TensorRecord(role, name, kind, numbers.dtype, order=self.position)
+            record = tensors[key] = TensorRecord(role, name, kind, numbers.dtype, order=self.tensor_position)
         record.dtype, record.scale = numbers.dtype, numbers.scale
-        if key not in self.seen:
-            self.seen.add(key)
+        if key not in self.seen_tensors:
+            self.seen_tensors.add(key)
             record.steps += 1
             record.last_amax = 0.0
-        if record_amax_and_count_nonfinite(numbers, record) and key not in self.broken:
-            self.broken.add(key)
-            record.first_nonfinite = record.first_nonfinite or (self.step, self.position)
+        if record_amax_and_count_nonfinite(numbers, record) and key not in self.nonfinite_tensors:
+            self.nonfinite_tensors.add(key)
+            record.first_nonfinite = record.first_nonfinite or (self.step, self.tensor_position)
             record.nonfinite_steps += 1
-        self.position += 1
+        self.tensor_position += 1
         add_sample_to_histogram(sample, record)
-        format = self.quantized.get(name) if role in QUANTIZED_ROLES else None
+        format = self.format_by_module.get(name) if role in QUANTIZED_ROLES else None
         if format is not None and len(sample):
-            wide = numbers.flat.dtype == torch.float64  # which block formats round in float64
+            wide = numbers.values.dtype == torch.float64  # which block formats round in float64
             record_quantization_error(record, format, sample if wide else sample.float())
         return record
 
@@ -118,10 +118,10 @@ def make_safe_hook_method(function: HookMethod) -> HookMethod:
     """Make a method of an object with a `recorder` a hook that runs as by `run_safely`."""
 
     @functools.wraps(function)
-    def hook(self: Any, *arguments: Any) -> None:
+    def run_hook_safely(self: Any, *arguments: Any) -> None:
         run_safely(self.recorder, function, self, *arguments)
 
-    return hook  # type: ignore[return-value]
+    return run_hook_safely  # type: ignore[return-value]
 
 
 def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: Any) -> None:
@@ -133,7 +133,7 @@ def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: 
     if torch.compiler.is_compiling():
         return
     try:
-        recorder._free.pop()  # one operation, which no other thread divides: hooks of several share memory
+        recorder._reentry_token.pop()  # one operation, which no other thread divides: hooks of several share memory
     except IndexError:
         return
     begin = time.perf_counter()
@@ -152,8 +152,8 @@ def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: 
         recorder.note_unobserved(f"could not {doing}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
-        recorder._free.append(None)
-        recorder.seconds += time.perf_counter() - begin
+        recorder._reentry_token.append(None)
+        recorder.observing_seconds += time.perf_counter() - begin
 
 
 def find_float_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -171,26 +171,26 @@ class RowWriter:
 
     def __init__(self, recorder: Recorder, sinks: Sequence[Sink]) -> None:
         self._recorder, self._record = recorder, recorder.record
-        self._before: list[float] = self._sum_counts_since_start()
+        self._last_counts: list[float] = self._sum_counts_since_start()
         # Of several processes the others may see another disk.
-        self._outlets: list[GuardedSink] = [make_guarded_sink(sink, check=is_first_process()) for sink in sinks]
+        self._open_sinks: list[GuardedSink] = [make_guarded_sink(sink, check=is_first_process()) for sink in sinks]
 
-    def write_row(self, step: StepRecord, broken: int) -> None:
+    def write_row(self, step: StepRecord, nonfinite_count: int) -> None:
         """Give a sampled step that has ended, with so many tensors not finite, to all sinks that still take rows."""
-        if not self._outlets or not is_first_process():
+        if not self._open_sinks or not is_first_process():
             return
-        row = self._make_row(step, broken)
-        for one in self._outlets:
+        row = self._make_row(step, nonfinite_count)
+        for one in self._open_sinks:
             one.put(row)
-            if one.said is not None:
-                self._recorder.note_unobserved(f"rows of the steps: {one.said}")
-        self._outlets = [one for one in self._outlets if one.said is None]
+            if one.failure is not None:
+                self._recorder.note_unobserved(f"rows of the steps: {one.failure}")
+        self._open_sinks = [one for one in self._open_sinks if one.failure is None]
 
-    def _make_row(self, step: StepRecord, broken: int) -> dict[str, Any]:
+    def _make_row(self, step: StepRecord, nonfinite_count: int) -> dict[str, Any]:
         """Return the row of a sampled step, whose counts and shares are of all since the row before."""
         sums = self._sum_counts_since_start()
-        skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._before, sums))
-        self._before = sums
+        skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._last_counts, sums))
+        self._last_counts = sums
         smallest, largest = step.exponents or (None, None)
         return {
             "step": step.step,
@@ -200,7 +200,7 @@ class RowWriter:
             "skipped": int(skipped),
             "smallest_exponent": smallest,
             "largest_exponent": largest,
-            "nonfinite_tensors": broken,
+            "nonfinite_tensors": nonfinite_count,
             "updates_lost": lost / seen if seen else None,
             "movement_kept": kept / wanted if wanted else None,
             "gradient_underflow": vanished / (nonzero + vanished) if nonzero else None,

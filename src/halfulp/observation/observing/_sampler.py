@@ -62,7 +62,7 @@ class StoredNumbers(NamedTuple):
     """A tensor's numbers: contiguous, without history, of any shape, to be multiplied by `scale`."""
 
     # The payload of a scaled tensor, the values of an expansion.
-    flat: torch.Tensor
+    values: torch.Tensor
     # Of the storage: a payload's, a component's.
     dtype: torch.dtype
     scale: float = 1.0
@@ -95,7 +95,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
 @keeping_subnormals()
 def record_amax_and_count_nonfinite(numbers: StoredNumbers, record: TensorRecord) -> int:
     """Count all elements of a tensor, and note its largest; return how many are NaN or infinite."""
-    flat, nonfinite = widen_eight_bit_floats(numbers.flat), 0
+    flat, nonfinite = widen_eight_bit_floats(numbers.values), 0
     record.elements += flat.numel()
     if not flat.numel():
         return 0

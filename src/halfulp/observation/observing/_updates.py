@@ -71,9 +71,9 @@ class ShadowOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.kind: type[torch.optim.Optimizer] = type(optimizer)
         parameters = inspect.signature(self.kind.__init__).parameters
-        self._takes: set[str] = set(parameters) - {"self", "params"}
+        self._accepted_options: set[str] = set(parameters) - {"self", "params"}
         fused = True if self.kind in (torch.optim.Adam, torch.optim.AdamW) else None
-        self._implementation = {"foreach": False, "capturable": False, "differentiable": False, "fused": fused}
+        self._implementation_options = {"foreach": False, "capturable": False, "differentiable": False, "fused": fused}
         self._instance: torch.optim.Optimizer | None = None
         self._weight: torch.nn.Parameter | None = None
 
@@ -89,8 +89,8 @@ class ShadowOptimizer:
         weight.grad = gradients
         plain: dict[str, Any] = {
             key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in {**options, **self._implementation}.items()
-            if key in self._takes
+            for key, value in {**options, **self._implementation_options}.items()
+            if key in self._accepted_options
         }
         if self._instance is None:
             self._instance = self.kind([weight], **plain)
@@ -183,7 +183,7 @@ def sample_tensors(
     """Return samples of one tensor per parameter in float64; under a role count the tensors, too."""
     samples = []
     for record, one in zip(records, numbers, strict=True):
-        sample = take_sample(one.flat, recorder.get_sampling_key(record.name))
+        sample = take_sample(one.values, recorder.get_sampling_key(record.name))
         if role is not None:
             recorder.record_numbers(role, record.name, record.kind, one, sample)
         samples.append(sample if one.scale == 1.0 else sample * one.scale)
@@ -242,20 +242,20 @@ class ParameterBatch:
     records: list[ParameterRecord]
     parameters: list[torch.Tensor]
     # Elements of each parameter, and sampled ones.
-    sizes: list[int]
-    counts: list[int]
+    element_counts: list[int]
+    sample_counts: list[int]
     weight: torch.Tensor
     gradient: torch.Tensor
     # Samples, and numbers of whole tensors.
     states: dict[str, Any] = field(default_factory=dict)
     # None where no formula is known.
-    compute_wanted: Callable[[ParameterBatch], WantedUpdate] | None = None
+    compute_wanted_update: Callable[[ParameterBatch], WantedUpdate] | None = None
     # Whether halfulp's optimizer has yet to lay out their states, so that nothing is known.
     is_unplanned: bool = False
 
     def split_samples(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
-        return list(packed.split(self.counts))
+        return list(packed.split(self.sample_counts))
 
     def record_realised_changes(self, records: Sequence[RealisedChanges], *packed: torch.Tensor, **how: Any) -> None:
         """Call `record_realised_changes` for each parameter's record and its part of packed samples."""
@@ -271,7 +271,7 @@ class UpdateWatcher:
         self._batches: list[ParameterBatch] = []
         self._shadow = ShadowOptimizer(optimizer) if type(optimizer) in DECOUPLES_DECAY_BY_OPTIMIZER_CLASS else None
         # Directions of rounding in the step before less their probabilities, in standard deviations, by parameter.
-        self._surprises: dict[str, torch.Tensor] = {}
+        self._last_surprises: dict[str, torch.Tensor] = {}
 
     def sample_before_step(self, arrived: set[str]) -> None:
         """Sample weights, gradients and states before a step; `arrived` names gradients that were counted already."""
@@ -320,12 +320,12 @@ class UpdateWatcher:
     ) -> ParameterBeforeStep | None:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
         weight, slope = read_numbers(parameter), read_numbers(gradient)
-        if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
+        if weight is None or slope is None or weight.values.numel() != slope.values.numel():
             self.recorder.note_unobserved(f"{record.name}: a parameter or gradient whose numbers cannot be read")
             return None
         if is_rounded_stochastically(self.optimizer, parameter):
-            self.recorder.fixed.add(record.name)
-        size = weight.flat.numel()
+            self.recorder.fixed_sample_names.add(record.name)
+        size = weight.values.numel()
         if not size:
             return None
         states = _read_numbers_of_states(self._get_state(parameter), size) if self._shadow is not None else None
@@ -343,7 +343,7 @@ class UpdateWatcher:
         if one.states is None:
             return (None,)
         return tuple(
-            (key, value.flat.dtype if isinstance(value, StoredNumbers) else _convert_number_to_float(value, 0.0))
+            (key, value.values.dtype if isinstance(value, StoredNumbers) else _convert_number_to_float(value, 0.0))
             for key, value in one.states.items()
         )
 
@@ -355,7 +355,7 @@ class UpdateWatcher:
         divisor, _ = read_scaler_attributes(self.optimizer)
         if divisor != 1.0:
             gradient = gradient / divisor
-        sizes = [numbers.flat.numel() for numbers in weights]
+        sizes = [numbers.values.numel() for numbers in weights]
         batch = ParameterBatch(records, parameters, sizes, list(map(len, samples)), weight, gradient)
         for record, slope in zip(records, batch.split_samples(gradient)):
             record.nonzero_gradients += int(slope.count_nonzero())
@@ -374,7 +374,7 @@ class UpdateWatcher:
                         change, new = compute_rule_change(rule, batch.weight, batch.gradient, states, constants)
                         return change.double(), {key: one.double() for key, one in zip(batch.states, new)}
 
-                    batch.compute_wanted = compute_by_rule
+                    batch.compute_wanted_update = compute_by_rule
         elif all_states[0] is not None:
             for key, value in all_states[0].items():
                 if isinstance(value, StoredNumbers):
@@ -382,7 +382,7 @@ class UpdateWatcher:
                     batch.states[key] = torch.cat(sample_tensors(self.recorder, records, held))
                 else:
                     batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            batch.compute_wanted = self._compute_wanted_update_by_shadow
+            batch.compute_wanted_update = self._compute_wanted_update_by_shadow
         return batch
 
     def _sample_float32_weights(self, batch: ParameterBatch, stored_weights: torch.Tensor) -> torch.Tensor:
@@ -425,12 +425,12 @@ class UpdateWatcher:
             if isinstance(self.optimizer, Optimizer):
                 now = self._sample_float32_weights(batch, now)
                 states_now = self._sample_decoded_states(batch) if batch.states else {}
-            if batch.compute_wanted is None:
+            if batch.compute_wanted_update is None:
                 change = now - batch.weight
                 updates = [record.update for record in batch.records]
                 batch.record_realised_changes(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
             else:
-                change, states = batch.compute_wanted(batch)
+                change, states = batch.compute_wanted_update(batch)
                 self._record_realised_updates(batch, (change, states), now, states_now)
             for record, part in zip(batch.records, batch.split_samples(change)):
                 dtype = record.dtype if record.dtype.is_floating_point else torch.float32
@@ -441,7 +441,7 @@ class UpdateWatcher:
     ) -> None:
         change, states = wanted
         for record, *pair in zip(batch.records, batch.split_samples(batch.weight + change), batch.split_samples(now)):
-            if record.name in self.recorder.fixed:
+            if record.name in self.recorder.fixed_sample_names:
                 self._record_rounding_directions(record, *pair)
         batch.record_realised_changes([one.update for one in batch.records], batch.weight, now, change)
         for key, state in states.items():
@@ -486,26 +486,26 @@ class UpdateWatcher:
         rounding.excess += float((went_up - p).sum())
         rounding.variance += float((p * (1 - p)).sum())
         surprise = torch.where(decided, up.double() - probability, torch.nan) / (probability * (1 - probability)).sqrt()
-        before = self._surprises.get(record.name)
+        before = self._last_surprises.get(record.name)
         if before is not None and len(before) == len(surprise):
             products = before * surprise
             products = products[products.isfinite()]
             if len(products) >= _FEWEST_CORRELATED_ELEMENTS:
                 correlation = float(products.mean())
                 rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
-        self._surprises[record.name] = surprise
+        self._last_surprises[record.name] = surprise
 
     def _record_states_after_step(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
         found: dict[str, list[torch.Tensor]] = {}
-        for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
+        for record, parameter, size in zip(batch.records, batch.parameters, batch.element_counts):
             for key, value in self._get_state(parameter).items():
                 is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
                 if key in WHOLE_TENSOR_STATE_NAMES or not is_float:
                     continue
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
-                if numbers is not None and numbers.flat.numel() == size:
+                if numbers is not None and numbers.values.numel() == size:
                     samples = sample_tensors(self.recorder, [record], [numbers], ROLE_BY_STATE_NAME.get(key))
                     found.setdefault(key, []).extend(samples)
         return {key: torch.cat(samples) for key, samples in found.items() if len(samples) == len(batch.records)}
@@ -522,7 +522,7 @@ def _read_numbers_of_states(given: Mapping[str, Any], size: int) -> dict[str, An
     for key, value in given.items():
         if key not in WHOLE_TENSOR_STATE_NAMES and isinstance(value, torch.Tensor):
             value = read_numbers(value)
-            if value is None or value.flat.numel() != size:
+            if value is None or value.values.numel() != size:
                 return None
         states[key] = value
     return states
@@ -574,9 +574,9 @@ class WeightAverageWatcher:
 
     def __init__(self, recorder: Recorder, average: EMA | nn.Module, model: nn.Module) -> None:
         self.recorder, self.average = recorder, average
-        self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._average_weight_pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         # By name: an average before its update, its version, a sample of it, and of the weights less it.
-        self._awaited: dict[str, tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._samples_before: dict[str, tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         if not isinstance(average, EMA | nn.Module):
             raise TypeError(
                 f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
@@ -589,22 +589,22 @@ class WeightAverageWatcher:
             averaged = dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
         for name, tensor in averaged.items():
             if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
-                self._pairs.append((name, tensor, live[name]))
-        if not self._pairs:
+                self._average_weight_pairs.append((name, tensor, live[name]))
+        if not self._average_weight_pairs:
             raise ValueError("average= holds no parameter named and shaped like one of the model's: give this model's")
 
     def sample_averages(self) -> None:
         """Sample averages and weights as they are after a step."""
-        self._awaited = {}
-        for name, tensor, weight in self._pairs:
+        self._samples_before = {}
+        for name, tensor, weight in self._average_weight_pairs:
             before, live = self._sample_tensor(name, tensor), self._sample_tensor(name, weight)
             if before is not None and live is not None:
                 wanted = _compute_wanted_change(self.average, before, live)
-                self._awaited[name] = tensor, tensor._version, before, live - before, wanted
+                self._samples_before[name] = tensor, tensor._version, before, live - before, wanted
 
     def compare_averages(self) -> None:
         """Compare the averages before the next step with the samples, where they were updated in between."""
-        awaited, self._awaited = self._awaited, {}
+        awaited, self._samples_before = self._samples_before, {}
         for name, (tensor, version, before, gap, wanted) in awaited.items():
             after = self._sample_tensor(name, tensor)
             if after is None or tensor._version == version:
@@ -621,7 +621,7 @@ class WeightAverageWatcher:
             if plan is not None and has_float32_weight(plan):
                 return take_sample(read_float32_weights([plan])[0], key)
         found = read_numbers(tensor)
-        return None if found is None else take_sample(found.flat, key).mul_(found.scale)
+        return None if found is None else take_sample(found.values, key).mul_(found.scale)
 
 
 def _compute_wanted_change(average: EMA | nn.Module, before: torch.Tensor, live: torch.Tensor) -> torch.Tensor | None:

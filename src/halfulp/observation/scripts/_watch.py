@@ -66,13 +66,13 @@ class ScriptEnding(NamedTuple):
 def run_script(
     path: str,
     arguments: Sequence[str] = (),
-    passing: type[BaseException] | tuple[type[BaseException], ...] = (),
+    reraised: type[BaseException] | tuple[type[BaseException], ...] = (),
     module: bool = False,
 ) -> ScriptEnding:
     """Run a script, or a module as `python -m` does, to its end; the traceback of a crash is printed.
 
     sys.argv, sys.path[0], __name__ and __file__ are what the script would find; they are put back afterwards. What is
-    `passing` are the caller's exceptions and not the script's.
+    `reraised` are the caller's exceptions and not the script's.
     """
     argv, search = sys.argv, list(sys.path)
     try:
@@ -84,7 +84,7 @@ def run_script(
         else:
             names = runpy.run_path(path, run_name="__main__")
         _SCRIPT_STATE_KEPT_ALIVE[:] = [names]
-    except passing:
+    except reraised:
         raise
     except SystemExit as ending:
         _SCRIPT_STATE_KEPT_ALIVE[:] = [ending]
@@ -165,21 +165,21 @@ class ScriptWatch:
         self.observation: Observation | None = None
         # Sentences that say what could not be observed.
         self.unseen: list[str] = []
-        self._lines = None if lines is None else JsonLinesFile(lines, anew=True)
-        if self._lines is not None:
-            self._lines.check()
-        self._own: int = os.getpid()
-        self._observed: list[Optimizer] = []
+        self._lines_file = None if lines is None else JsonLinesFile(lines, overwrite=True)
+        if self._lines_file is not None:
+            self._lines_file.check()
+        self._own_pid: int = os.getpid()
+        self._optimizers: list[Optimizer] = []
         self._found_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._open = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptWatch:
-        self._open.enter_context(listen_to_backward_losses(self._log_loss))
-        self._open.callback(register_optimizer_step_post_hook(self._handle_optimizer_step).remove)
+        self._exit_stack.enter_context(listen_to_backward_losses(self._log_loss))
+        self._exit_stack.callback(register_optimizer_step_post_hook(self._handle_optimizer_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._exit_stack.close()
         if self.observation is not None:
             self.observation.stop()
 
@@ -197,7 +197,7 @@ class ScriptWatch:
 
     def _log_loss(self, loss: torch.Tensor) -> None:
         """Tell a sampled step its loss: it keeps the last one before its end."""
-        if self.observation is not None and self.observation.recorder.sampling:
+        if self.observation is not None and self.observation.recorder.is_sampling:
             self.observation.log_loss(loss)
 
     def _handle_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -215,21 +215,21 @@ class ScriptWatch:
                 f"{type(optimizer).__name__} made its first step when others had made two: what it steps is not "
                 "observed; put `with hu.observe(model, optimizer) as seen:` around that training in the script"
             )
-        model = find_trained_model([*self._observed, optimizer])
+        model = find_trained_model([*self._optimizers, optimizer])
         if model is None:
             return "an optimizer steps parameters that no module holds: they are not observed"
-        self._observed.append(optimizer)
+        self._optimizers.append(optimizer)
         if self.observation is not None:
             self.observation.stop()
-        sinks = [] if self._lines is None else [GuardedSink("the file of JSON lines", self._write_row)]
-        observed = observe(model, self._observed, interval=self.interval, scaler=find_living_scaler(), sinks=sinks)
+        sinks = [] if self._lines_file is None else [GuardedSink("the file of JSON lines", self._write_row)]
+        observed = observe(model, self._optimizers, interval=self.interval, scaler=find_living_scaler(), sinks=sinks)
         self.observation = observed.start()
         return None
 
     def _write_row(self, row: Row) -> None:
         """Write a line; not in a process that the script has forked, which would write as if it were this one."""
-        if self._lines is not None and os.getpid() == self._own:
-            self._lines.write(row)
+        if self._lines_file is not None and os.getpid() == self._own_pid:
+            self._lines_file.write(row)
 
 
 _SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)

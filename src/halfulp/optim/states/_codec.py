@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels import Trace, compute_float32_root, run_trace_on_tensors
-from ...kernels._device_function import ElementRecording
+from ...kernels import Trace, compute_float32_square_root, run_trace_on_tensors
+from ...kernels._device_function import ElementTraceBuilder
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
 from ...kernels._trace import RecordedFunction, block_largest
 from .._storage import (
@@ -81,17 +81,17 @@ class TensorCodec:
 
 @functools.cache
 def _record_reader(codec: TensorCodec) -> RecordedFunction:
-    element = ElementRecording(codec.columns)
-    found = codec.load(element.arrays, element.index, element.add_scale_block_index(), element.add_input("scale"))
+    element = ElementTraceBuilder(codec.columns)
+    found = codec.load(element.arrays, element.index, element.emit_block_index(), element.add_input("scale"))
     return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _record_writer(codec: TensorCodec) -> Trace:
-    element = ElementRecording(codec.columns)
+    element = ElementTraceBuilder(codec.columns)
     value, inverse = make_nan_canonical(element.add_input("value")), element.add_input("inverse")
     random = element.add_input("random", "w32")
-    codec.save(element.arrays, element.index, element.add_scale_block_index(), value, inverse, random)
+    codec.save(element.arrays, element.index, element.emit_block_index(), value, inverse, random)
     return element.trace
 
 
@@ -163,7 +163,7 @@ class TensorScaleCodec(PlainCodec):
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
-        largest = compute_finite_amax(compute_float32_root(value) if self.squared else value)
+        largest = compute_finite_amax(compute_float32_square_root(value) if self.squared else value)
         tensors[1].fill_(self.fit_scale(np.float64(largest)).item())
         super().encode(tensors, value, random)
 

@@ -22,7 +22,7 @@ from ...kernels._operations import (
     load8,
     load16,
     multiply_add,
-    multiply_high16,
+    multiply_packed_high16,
     real,
     select,
     shl,
@@ -131,7 +131,7 @@ HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, GROW_FACTOR = (np.float32(x) for x in (2.
 def approximate_cube_root(x, offset):
     """Device function: the cube root of 0 <= x < 2^24 within .05, plus an offset."""
     # Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
-    y = real(sub(INVERSE_ROOT_START, multiply_high16(word(x), THIRD_OF_WORD)))
+    y = real(sub(INVERSE_ROOT_START, multiply_packed_high16(word(x), THIRD_OF_WORD)))
     near = x * (y * y)
     p = near * y
     factor = multiply_add(p, multiply_add(p, ROOT_COEFFICIENT_2, ROOT_COEFFICIENT_1), ROOT_COEFFICIENT_0)

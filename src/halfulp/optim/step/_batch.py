@@ -13,7 +13,7 @@ import torch
 
 from ..._torch_versions import TensorGuards
 from ...kernels import has_strided_values, make_chunk_table, overlaps_itself, to_plain_memory
-from ...kernels._plain_memory import refuse_tensor_without_plain_memory
+from ...kernels._plain_memory import raise_no_plain_memory
 from ...kernels.vector._machine_function import get_array_address
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
@@ -420,9 +420,7 @@ def refuse_unwritable_parameter(parameter: torch.Tensor, part: torch.Tensor, nam
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
         return
-    refuse_tensor_without_plain_memory(
-        part, f"parameter {name}", "torch.optim's optimizers step what such a class allows"
-    )
+    raise_no_plain_memory(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
 
 
 def check_kernel_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
@@ -432,7 +430,7 @@ def check_kernel_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_strided_values(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
-            refuse_tensor_without_plain_memory(tensor, f"{what} {plan.name}")
+            raise_no_plain_memory(tensor, f"{what} {plan.name}")
         if tensor.device != gradient.device:
             raise ValueError(
                 f"{what} {plan.name} is on {tensor.device} and the gradient on {gradient.device}: move them to one "

@@ -11,10 +11,10 @@ import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_trace_on_tensors
 from ...kernels._device_function import (
-    RANDOM_STREAM_INPUTS,
-    ElementRecording,
+    RANDOM_STREAM_INPUT_NAMES,
+    ElementTraceBuilder,
     PointerTableFunction,
-    bind_names,
+    bind_free_variables,
     call_users_function,
 )
 from ...kernels._operations import bit_and, select, shr, sqrt
@@ -66,12 +66,12 @@ def make_step_function(spec: StepSpec) -> PointerTableFunction:
 
 @functools.cache
 def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
-    """Return the instructions of one element, on the pointers' addresses, the constants and `RANDOM_STREAM_INPUTS`.
+    """Return the instructions of one element, on the pointers' addresses, constants and `RANDOM_STREAM_INPUT_NAMES`.
 
     A metered step sums up updates wanted and cancelled, u^2 and u (realised change); one that finds the largest
     magnitudes has those of the weight and of the scaled states, and `with_payload` of the payload as read.
     """
-    element = ElementRecording(count_pointer_columns(spec), len(spec.constant_names))
+    element = ElementTraceBuilder(count_pointer_columns(spec), len(spec.constant_names))
     step = _StepRecorder(spec, element)
     step.record()
     if with_payload:
@@ -83,7 +83,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
 class _StepRecorder:
     """One element's values in the traced step of a specification."""
 
-    def __init__(self, spec: StepSpec, element: ElementRecording) -> None:
+    def __init__(self, spec: StepSpec, element: ElementTraceBuilder) -> None:
         self.spec, self.trace, self.element = spec, element.trace, element
         self.i, self.arrays, numbers = element.index, element.arrays, element.constants
         self.block = self.trace.emit("block", (), None, "block")
@@ -130,7 +130,7 @@ class _StepRecorder:
     def bind_weight_update_function(self, name: str) -> Callable:
         """Return a device function of the weight update."""
         found: Any = self.names[name]
-        return bind_names(found, self.names)
+        return bind_free_variables(found, self.names)
 
     def load_stored_state(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
@@ -241,7 +241,7 @@ class _StepRecorder:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return NO_RANDOM_WORD
-        word = draw_word(hash_element(*self.element.stream_inputs), drawn.word)
+        word = draw_word(hash_element(*self.element.random_stream_inputs), drawn.word)
         word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
         cut = drawn.shift + drawn.bits < 32
         return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word
@@ -266,7 +266,7 @@ def run_reference_step(
     inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
     if key is not None and index_map is not None:
         inputs |= zip(
-            RANDOM_STREAM_INPUTS, compute_stream_counters(key, make_global_indices(index_map, gradient.device))
+            RANDOM_STREAM_INPUT_NAMES, compute_stream_counters(key, make_global_indices(index_map, gradient.device))
         )
     return run_trace_on_tensors(record_step(spec), arrays, inputs, block=spec.block_length)[1]
 

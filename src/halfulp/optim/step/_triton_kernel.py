@@ -15,7 +15,7 @@ import torch
 
 from ...kernels.triton._launch import (
     DeviceChunks,
-    TableKernel,
+    PointerTableKernel,
     copy_chunks_to_device,
     copy_to_device,
     find_checked_kernel,
@@ -26,24 +26,24 @@ from ._scales import compute_scale_constants, find_scale_column, list_current_sc
 
 
 @functools.cache
-def make_step_kernel(spec: StepSpec) -> TableKernel:
+def make_step_kernel(spec: StepSpec) -> PointerTableKernel:
     """Return the kernel of a specification; largest magnitudes are of weight, scaled states and payload, as words."""
     recorded = record_step(spec, with_payload=spec.finds == "amax")
-    return TableKernel(dataclasses.replace(make_step_function(spec), trace=recorded))
+    return PointerTableKernel(dataclasses.replace(make_step_function(spec), trace=recorded))
 
 
-def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> TableKernel | None:
+def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> PointerTableKernel | None:
     """Return a kernel, compared with the reference before its first use; None, counted, if it cannot be used.
 
     `trial(spec, run, device)` is what a step on fixed elements writes, by the reference without `run`.
     """
 
-    def run(kernel: TableKernel, chunks, pointers, constants, keys) -> np.ndarray | None:
+    def run(kernel: PointerTableKernel, chunks, pointers, constants, keys) -> np.ndarray | None:
         rows = make_kernel_rows(device, pointers, constants, keys)
         found = kernel.launch(copy_chunks_to_device(chunks, pointers, device), rows)
-        return found.cpu().numpy().view(np.float32) if kernel.largest_columns else None
+        return found.cpu().numpy().view(np.float32) if kernel.maximum_count else None
 
-    kernel: TableKernel | None = find_checked_kernel(
+    kernel: PointerTableKernel | None = find_checked_kernel(
         spec,
         f"optimizer step {spec.name}",
         device,
@@ -64,7 +64,7 @@ def make_kernel_rows(
 
 def launch_scaled_step(
     spec: StepSpec,
-    kernels: Sequence[TableKernel],
+    kernels: Sequence[PointerTableKernel],
     placed: DeviceChunks,
     rows: torch.Tensor,
     present: Sequence[Sequence[torch.Tensor]],
@@ -76,7 +76,9 @@ def launch_scaled_step(
     the scales under which the weights are stored, float32 (parameters,).
     """
     now = torch.stack([torch.stack([*scales]) for scales in present])
-    first, last = (kernels[1].table.columns + count for count in (len(spec.rule.constants), len(spec.constant_names)))
+    first, last = (
+        kernels[1].table.column_count + count for count in (len(spec.rule.constants), len(spec.constant_names))
+    )
     columns = torch.ones(last - first, len(rows), dtype=torch.float32, device=rows.device)
     for place, scales in zip(list_current_scale_columns(spec), now, strict=True):
         columns[place] = scales  # one by one: a list of places would be copied to the device, which waits

@@ -14,7 +14,7 @@ import torch
 
 from ..._names import read_own_docstring, register_entry
 from ...kernels import Trace, run_trace_on_tensors
-from ...kernels._device_function import ElementRecording, bind_names
+from ...kernels._device_function import ElementTraceBuilder, bind_free_variables
 from ...kernels._trace import RecordedFunction
 from .._storage import Store, make_nan_canonical
 
@@ -82,17 +82,19 @@ class WeightUpdate:
 
 @functools.cache
 def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
-    element, names = ElementRecording(4), update.make_bindings(store)
+    element, names = ElementTraceBuilder(4), update.make_bindings(store)
     read: Any = names["read_weight"]
-    return RecordedFunction(element.trace, (bind_names(read, names)(*element.arrays, element.index)[0].number,))
+    return RecordedFunction(
+        element.trace, (bind_free_variables(read, names)(*element.arrays, element.index)[0].number,)
+    )
 
 
 @functools.cache
 def _record_filler(update: WeightUpdate, store: Store) -> Trace:
     nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
-    element, names = ElementRecording(4), update.make_bindings(store) | nearest
+    element, names = ElementTraceBuilder(4), update.make_bindings(store) | nearest
     fill: Any = names.get("fill_weight", fill_plain_weight)
-    bind_names(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
+    bind_free_variables(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
     return element.trace
 
 

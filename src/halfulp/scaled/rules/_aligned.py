@@ -19,11 +19,11 @@ from .._operands import (
     encode_operand,
     find_outliers,
     find_scaled_tensor,
-    fit_scaled_tensor,
-    make_scaled_tensor,
+    fit_payload,
     promote_dtypes,
     raise_underflows_to_smallest,
     saturate_outliers,
+    wrap_rounded_payload,
 )
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import (
@@ -54,7 +54,9 @@ def move_power_of_factor_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tu
     return wide, float(factor) / power
 
 
-def _add_operands(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
+def _align_and_add(
+    operator: Callable, a: Any, b: Any, alpha: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
     """Return both payloads, op(a, alpha b) and the scale of the three, and the storage."""
     if type(a) is ScaledTensor and type(b) is ScaledTensor and alpha == 1:
         (x, y), scale, storage, _ = align_operands(a, b)
@@ -77,9 +79,9 @@ def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTenso
         return None
     storage = choose_storage((a, b))
     keep = sign > 0 and storage in _STORAGES_WITH_SUM_UNDERFLOW_REPLACED
-    if fused.is_elementwise_pair(x, y):
+    if fused.has_equal_or_repeating_layout(x, y):
         payload, scale = fused.add_payloads(x, y, a._scale, b._scale, storage, sign, keep)
-    elif sign > 0 and fused.is_elementwise_pair(y, x):
+    elif sign > 0 and fused.has_equal_or_repeating_layout(y, x):
         payload, scale = fused.add_payloads(y, x, b._scale, a._scale, storage, sign, keep)
     else:
         return None
@@ -92,8 +94,8 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     made = _add_by_fused_kernel(a, b, alpha, 1.0)
     if made is not None:
         return made
-    x, y, total, scale, storage = _add_operands(torch.add, a, b, alpha)
-    rounded = fit_scaled_tensor(total, scale, storage, promote_dtypes((a, b)))
+    x, y, total, scale, storage = _align_and_add(torch.add, a, b, alpha)
+    rounded = fit_payload(total, scale, storage, promote_dtypes((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     if _is_vanishing_number(b, scale, storage):
         return raise_underflows_to_smallest(rounded, total)
@@ -132,15 +134,15 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     made = _add_by_fused_kernel(a, b, alpha, -1.0)
     if made is not None:
         return made
-    *_, total, scale, storage = _add_operands(torch.sub, a, b, alpha)
-    return fit_scaled_tensor(total, scale, storage, promote_dtypes((a, b)))
+    *_, total, scale, storage = _align_and_add(torch.sub, a, b, alpha)
+    return fit_payload(total, scale, storage, promote_dtypes((a, b)))
 
 
 implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
 
 
 @implements_each(aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default, family="alignment")
-def take_elementwise_extreme(operator: OpOverload, a: Any, b: Any) -> Tensor:
+def take_maximum_or_minimum(operator: OpOverload, a: Any, b: Any) -> Tensor:
     """Return the larger or the smaller elements under the larger scale, which constants do not decide."""
     (x, y), scale = align_with_constants([a, b])
     return make_scaled_results(operator(x, y), [scale], [a, b])
@@ -161,7 +163,7 @@ def hypot(a: Any, b: Any) -> Tensor:
     """Return the root of a^2 + b^2 under the larger scale."""
     (x, y), scale, storage, dtype = align_operands(a, b)
     total = torch.hypot(x, y)
-    return raise_underflows_to_smallest(fit_scaled_tensor(total, scale, storage, dtype), total)
+    return raise_underflows_to_smallest(fit_payload(total, scale, storage, dtype), total)
 
 
 @implements_each(aten.cat.default, aten.stack.default, family="alignment")
@@ -169,7 +171,7 @@ def join_tensors(operator: OpOverload, tensors: Sequence[Any], dim: int = 0) -> 
     """Join tensors under the largest scale, which constants do not decide."""
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
     payloads, scale = align_with_constants(list(tensors))
-    return make_scaled_tensor(operator(payloads, dim), scale, choose_storage(tensors), dtype)
+    return wrap_rounded_payload(operator(payloads, dim), scale, choose_storage(tensors), dtype)
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor, family="alignment")
@@ -184,7 +186,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
         if len(sizes) == 2 and 0 < max(sizes) < float("inf"):  # no result needs more than the larger bound's power
             limit = torch.full_like(x._scale, _powers.round_number_to_power(max(sizes)))
             lowered = wrap_payload(x._payload, torch.minimum(x._scale, limit), x.dtype)
-        bounds, scale = align_constants(lowered, *given[1:], room=False)
+        bounds, scale = align_constants(lowered, *given[1:], makes_room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
         payloads = [_powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale)), *bounds]
     values = payloads.pop(0)
@@ -237,7 +239,7 @@ def fill(x: Any, value: Any) -> Tensor:
         return torch.full_like(x, 0).copy_(decode_values(value))
     number = encode_operand(value, x)
     payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(get_float32_payload(number))
-    return make_scaled_tensor(payload, number._scale.clone(), x._payload.dtype, x.dtype)
+    return wrap_rounded_payload(payload, number._scale.clone(), x._payload.dtype, x.dtype)
 
 
 implements(aten.zero.default, family="alignment")(lambda x: torch.zeros_like(x))
@@ -253,4 +255,4 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
         torch.empty_like(x._payload, dtype=torch.float32), get_float32_payload(given), non_blocking
     )
     scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
-    return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)
+    return wrap_rounded_payload(payload, scale, x._payload.dtype, x.dtype)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...subclass._collectives import get_group_size, register_collectives, run_collective_and_wait
 from .. import _powers_of_two as _powers
-from .._operands import make_scaled_tensor
+from .._operands import wrap_rounded_payload
 from .._registry import EIGHT_BIT_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, get_float32_payload, round_to_storage, wrap_payload
 from .._write import write_values
-from ._vocabulary import round_root_to_power
+from ._vocabulary import round_root_to_power_of_two
 
 
 def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -42,7 +42,9 @@ def agree_on_scales(
     limits = [terms / torch.finfo(storage or choose_wire_storage(x)).max for x in tensors]
     needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
     needed = _powers.round_to_power(needed, "up")
-    return list(torch.maximum(scales * round_root_to_power(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
+    return list(
+        torch.maximum(scales * round_root_to_power_of_two(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind()
+    )
 
 
 def _make_payload_under_agreed_scale(x: ScaledTensor, group: str, terms: int = 1) -> tuple[Tensor, Tensor]:
@@ -66,7 +68,7 @@ def reduce(x: ScaledTensor, reduction: str, group: str) -> ScaledTensor:
     scale, payload = _make_payload_under_agreed_scale(x, group, size)
     values = run_collective_and_wait("all_reduce", payload, "sum" if adds else reduction, group)
     values = values.to(torch.float32) / (size if reduction == "avg" else 1)
-    return make_scaled_tensor(values, scale, choose_wire_storage(x), x.dtype)
+    return wrap_rounded_payload(values, scale, choose_wire_storage(x), x.dtype)
 
 
 def gather(x: ScaledTensor, group: str) -> ScaledTensor:

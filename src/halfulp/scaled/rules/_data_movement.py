@@ -23,14 +23,14 @@ from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap
 from .._write import refuse_vanishing_indexed_write, write_values
 from ._aligned import move_power_of_factor_to_scale
 from ._vocabulary import (
-    LARGE_CONSTANT,
+    LEAST_LARGE_CONSTANT,
     align_with_constants,
-    decode_value,
+    decode_to_float32,
     encode_results,
-    is_constant,
-    is_marked_as_filled,
+    is_marked_large_fill,
+    is_number_or_0d_tensor,
     make_scaled_results,
-    mark_as_filled,
+    mark_large_fill,
 )
 
 
@@ -44,7 +44,7 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
     power = (
         _powers.round_number_to_power(abs(value))
         if value and finite
-        else (1.0 if value != value else _powers.ZERO_SCALE)
+        else (1.0 if value != value else _powers.SCALE_OF_ZEROS)
     )
     mantissa = value / power if finite else value
     if power == _powers.LARGEST_SCALE:  # the next number above float32's largest would be infinity
@@ -52,7 +52,7 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     made = wrap_payload(payload, scale, plain.dtype)
-    return mark_as_filled(made) if finite and abs(value) >= LARGE_CONSTANT else made
+    return mark_large_fill(made) if finite and abs(value) >= LEAST_LARGE_CONSTANT else made
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
@@ -90,7 +90,7 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     if plain.dtype not in LOGICAL_DTYPES:
         return plain.zero_()
     payload = x._payload.new_empty_strided(size, stride, **(options | {"dtype": x._payload.dtype})).zero_()
-    scale = torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device)
+    scale = torch.full((), _powers.SCALE_OF_ZEROS, dtype=torch.float32, device=plain.device)
     return wrap_payload(payload, scale, plain.dtype)
 
 
@@ -149,7 +149,7 @@ def to_copy(
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
     made = wrap_payload(payload, scale, dtype or x.dtype)
-    return mark_as_filled(made) if is_marked_as_filled(x) else made
+    return mark_large_fill(made) if is_marked_large_fill(x) else made
 
 
 @implements(aten._local_scalar_dense.default, family="pass-through")
@@ -169,9 +169,9 @@ def query_payload_memory(operator: OpOverload, *given: Any, **options: Any) -> b
 def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
     like = find_scaled_tensor((x, source))
-    if is_constant(source) and not isinstance(x, ScaledTensor):
+    if is_number_or_0d_tensor(source) and not isinstance(x, ScaledTensor):
         x = encode_operand(x, like)
-    (base, values), scale = align_with_constants([encode_operand(x, like) if is_constant(x) else x, source])
+    (base, values), scale = align_with_constants([encode_operand(x, like) if is_number_or_0d_tensor(x) else x, source])
     return make_scaled_results(compute(base, values), [scale], [x, source])
 
 
@@ -244,7 +244,7 @@ def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
 @implements(aten.view_as_complex.default, family="complex")
 def view_as_complex(x: ScaledTensor) -> Tensor:
     """Return the values as complex numbers: a copy, as the payload's memory does not hold them."""
-    return torch.view_as_complex(decode_value(x).contiguous())
+    return torch.view_as_complex(decode_to_float32(x).contiguous())
 
 
 _FOREACH_NAMES = [

@@ -11,11 +11,11 @@ from torch._ops import OpOverload
 from ...subclass._derivation import aten, parse_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_decoded_values
-from .._operands import choose_storage, encode_plain_tensor, make_scaled_tensor, promote_dtypes
+from .._operands import choose_storage, encode_plain_tensor, promote_dtypes, wrap_rounded_payload
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, get_float32_payload
 from .._write import write_values
-from ._vocabulary import decode_value, make_rule_result, make_unit_scale, raise_scale_to_degree
+from ._vocabulary import decode_to_float32, make_unit_scale, raise_scale_to_degree, wrap_rule_payload
 
 _LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
     tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
@@ -28,7 +28,7 @@ _LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
 )
 def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """f(p s) in float32 under 1, under min(s, 1) where f(x) is about x near 0, or what the largest result needs."""
-    values = operator(decode_value(x))
+    values = operator(decode_to_float32(x))
     if operator not in _LINEAR_NEAR_ZERO_OPERATORS:
         scale = make_unit_scale(values)
     elif (own := _powers.read_scale(x._scale)) is None:
@@ -41,7 +41,7 @@ def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
         scale = _powers.take_largest_scale(scale, needed)
     payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
-    return make_scaled_tensor(payload, scale.clone(), storage, x.dtype)
+    return wrap_rounded_payload(payload, scale.clone(), storage, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
@@ -64,7 +64,7 @@ def take_root(operator: OpOverload, x: ScaledTensor) -> Tensor:
     scale, under = take_root_of_scale(x._scale)
     payload = operator(_powers.multiply_by_power(get_float32_payload(x), under))
     scale = scale if operator is aten.sqrt.default else 1.0 / scale
-    return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)
+    return wrap_rounded_payload(payload, scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
@@ -75,7 +75,7 @@ def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     if exponent not in _EXACT_POWERS:
         return run_on_decoded_values(aten.pow.Tensor_Scalar, x, exponent)
     scale, rest = raise_scale_to_degree(x._scale, int(exponent))
-    return make_rule_result(torch.pow(get_float32_payload(x), exponent), scale, rest, x._payload.dtype, x.dtype)
+    return wrap_rule_payload(torch.pow(get_float32_payload(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rrelu_with_noise.default, family="gated")
@@ -98,9 +98,9 @@ def ctc_loss_backward(
 ) -> Tensor:
     """Return the gradient from a loss and path sums computed again: rounded, large logarithms are wrong by factors."""
     given = (gradient, x)
-    values = decode_value(x)
+    values = decode_to_float32(x)
     operator = aten._ctc_loss.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss.default
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
-    found = backward(decode_value(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
+    found = backward(decode_to_float32(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
     return encode_plain_tensor(found, choose_storage(given), dtype=promote_dtypes(given))

@@ -30,7 +30,7 @@ from .._operands import (
     encode_product_operand,
     find_outliers,
     find_scaled_tensor,
-    fit_scaled_tensor,
+    fit_payload,
     is_symbolic,
     promote_dtypes,
     raise_underflows_to_smallest,
@@ -43,14 +43,14 @@ from .._scaled_tensor import ScaledTensor, get_float32_payload, wrap_payload
 from ._aligned import add
 from ._vocabulary import (
     align_operands,
-    decode_value,
+    decode_to_float32,
     encode_results,
-    make_rule_result,
     make_scaled_result,
-    round_root_to_power,
+    round_root_to_power_of_two,
+    wrap_rule_payload,
 )
 
-EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
+EIGHT_BIT_MATRIX_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 
 def _multiply_into_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def invert_scale(scale: Tensor) -> Tensor | float:
     """Return 1 / scale as a factor; 1 for zeros of any scale, whose quotients would decide alignments."""
     value = _powers.read_scale(scale)
     if value is not None:
-        return 1.0 if value == _powers.ZERO_SCALE else 1.0 / value
-    return torch.where(scale == _powers.ZERO_SCALE, torch.ones_like(scale), scale).double().reciprocal()
+        return 1.0 if value == _powers.SCALE_OF_ZEROS else 1.0 / value
+    return torch.where(scale == _powers.SCALE_OF_ZEROS, torch.ones_like(scale), scale).double().reciprocal()
 
 
 def divide_scale_product(*factors: Tensor | float, scale: Tensor) -> Tensor | float:
@@ -104,7 +104,7 @@ def divide_scale_product(*factors: Tensor | float, scale: Tensor) -> Tensor | fl
 
 def make_scale_of_zeros(x: ScaledTensor) -> Tensor:
     """Return the scale of zeros, which decides nothing."""
-    return torch.full_like(x._scale, _powers.ZERO_SCALE)
+    return torch.full_like(x._scale, _powers.SCALE_OF_ZEROS)
 
 
 # Matrix products, and the operators that apply a factor to the result without another pass over it.
@@ -119,8 +119,8 @@ def _is_float16_product_on_cuda(a: Tensor, b: Tensor) -> bool:
 def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
     """Return a product of payloads, and the part of the factor that it still lacks."""
     left, right = x._payload, y._payload
-    if operator is aten.mm.default and is_eight_bit_product(left, right):
-        return multiply_eight_bits(left, right, factor), 1.0
+    if operator is aten.mm.default and can_multiply_in_eight_bits(left, right):
+        return multiply_eight_bit_matrices(left, right, factor), 1.0
     if operator not in _ADDING_PRODUCT_BY_PRODUCT:
         return operator(get_float32_payload(x), get_float32_payload(y)), factor
     if _is_float16_product_on_cuda(left, right):
@@ -157,7 +157,7 @@ def multiply_matrices(operator: OpOverload, a: Any, b: Any) -> Tensor:
     """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
     like = find_scaled_tensor((a, b))
     x, y = (encode_matrix_operand(t, like) for t in (a, b))
-    sum_scale = round_root_to_power(a.shape[-1])
+    sum_scale = round_root_to_power_of_two(a.shape[-1])
     values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
     storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
     return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
@@ -178,13 +178,13 @@ def mul(a: Any, b: Any) -> Tensor:
     if not isinstance(b, Tensor):
         mantissa, power = split_off_power_of_two(b)
         storage = a._payload.dtype
-        if power == _powers.ZERO_SCALE:
-            return make_rule_result(get_float32_payload(a) * mantissa, make_scale_of_zeros(a), 1.0, storage, dtype)
+        if power == _powers.SCALE_OF_ZEROS:
+            return wrap_rule_payload(get_float32_payload(a) * mantissa, make_scale_of_zeros(a), 1.0, storage, dtype)
         if type(mantissa) is float and mantissa == 1.0:
             scale, rest = _powers.multiply_scales(a._scale, power)
             if type(rest) is float and rest == 1.0:
                 return wrap_payload(a._payload.clone(), scale, dtype)
-            return make_rule_result(get_float32_payload(a), scale, rest, storage, dtype)
+            return wrap_rule_payload(get_float32_payload(a), scale, rest, storage, dtype)
         return make_scaled_result(a._payload, (a._scale,), storage, dtype, power, mantissa)
     if type(a) is type(b) is ScaledTensor:
         # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
@@ -196,7 +196,7 @@ def mul(a: Any, b: Any) -> Tensor:
     scale, rest = _powers.multiply_scales(x._scale, y._scale)
     large = [find_outliers(factor, like, among_zeros=False) for factor in (a, b)]
     values = saturate_outliers(get_float32_payload(x) * get_float32_payload(y), scale, storage, *large)
-    return make_rule_result(values, scale, rest, storage, dtype)
+    return wrap_rule_payload(values, scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
@@ -206,22 +206,22 @@ def div(a: Any, b: Any) -> Tensor:
     if not isinstance(b, Tensor):
         mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_off_power_of_two(b)
         scale, rest = _powers.multiply_scales(a._scale, 1.0 / power)
-        return make_rule_result(get_float32_payload(a) / mantissa, scale, rest, a._payload.dtype, dtype)
+        return wrap_rule_payload(get_float32_payload(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = find_scaled_tensor((a, b))
     x, y = encode_ignoring_outliers(a, like, among_zeros=False), encode_ignoring_outliers(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, invert_scale(y._scale))
     rest = _restore_inverse_of_zero_scale(y._scale, rest)
     values, storage = get_float32_payload(x) / get_float32_payload(y), choose_storage((a, b))
     values = saturate_outliers(values, scale, storage, find_outliers(a, like), find_outliers(b, like, inverse=True))
-    return make_rule_result(values, scale, rest, storage, dtype)
+    return wrap_rule_payload(values, scale, rest, storage, dtype)
 
 
 def _restore_inverse_of_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     """Put back what `invert_scale` left out for a divisor under the smallest scale."""
     value = _powers.read_scale(divisor)
     if value is not None:
-        return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest
-    return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
+        return rest / _powers.SCALE_OF_ZEROS if value == _powers.SCALE_OF_ZEROS else rest
+    return torch.where(divisor == _powers.SCALE_OF_ZEROS, 1.0 / _powers.SCALE_OF_ZEROS, 1.0) * rest
 
 
 def add_scaled_product(
@@ -257,7 +257,7 @@ def add_scaled_product(
     if separate is not None and large == [None] and _is_added_after_product(base, x, y, beta, alpha):
         values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
         product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
-        if fused.is_elementwise_pair(product._payload, base._payload):
+        if fused.has_equal_or_repeating_layout(product._payload, base._payload):
             scales = product._scale, base._scale
             return wrap_payload(*fused.add_payloads(product._payload, base._payload, *scales, storage), dtype)
     factors = (x._scale, invert_scale(y._scale) if quotient else y._scale)
@@ -268,7 +268,7 @@ def add_scaled_product(
     powers = split_off_power_of_two(beta)[1], split_off_power_of_two(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
     if _powers.has_fused_kernels(base._payload) and is_ordinary and added is None and not quotient:
-        scale, of_base, of_product = fused.compute_addmm_factors(base._scale, x._scale, y._scale, *powers)
+        scale, of_base, of_product = fused.compute_addmm_scale_and_factors(base._scale, x._scale, y._scale, *powers)
     else:
         own, _ = _powers.multiply_scales(base._scale, powers[0])
         own = make_scale_of_zeros(base) if not is_symbolic(beta) and beta == 0 else own
@@ -281,17 +281,17 @@ def add_scaled_product(
     start, left, right = _choose_product_payloads(base, x, y) if separate else map(get_float32_payload, (base, x, y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _clamp_to_float32(beta * of_base), _clamp_to_float32(alpha * of_product))
-        return make_rule_result(saturate_outliers(y, scale, storage, *large), scale, 1.0, storage, dtype)
+        return wrap_rule_payload(saturate_outliers(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
         is_wide = _is_float16_product_on_cuda(x._payload, y._payload)
         product = multiply_into_float32(x._payload, y._payload) if is_wide else separate(left, right)
         y = product * _multiply_unless_one(of_product, alpha) + start * _multiply_unless_one(of_base, beta)
-        return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
+        return fit_payload(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     y = compute(start * of_base, left, right, beta, alpha)
-    return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
+    return fit_payload(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
 
 
 def _is_added_after_product(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
@@ -340,7 +340,7 @@ def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta:
     return add_scaled_product(
         *(base, a, b),
         lambda base, a, b, beta, alpha: operator(base, a, b, beta=beta, alpha=alpha),
-        sum_scale=round_root_to_power(1 if operator is aten.addr.default else batches * a.shape[-1]),
+        sum_scale=round_root_to_power_of_two(1 if operator is aten.addr.default else batches * a.shape[-1]),
         beta=beta,
         alpha=alpha,
         of_matrices=True,
@@ -375,7 +375,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
         a, b = encode_operand(a, weight), encode_operand(b, weight)
     (x, y), scale, storage, dtype = align_operands(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return fit_scaled_tensor(operator(x, y, decode_value(weight)), scale, storage, dtype)
+    return fit_payload(operator(x, y, decode_to_float32(weight)), scale, storage, dtype)
 
 
 @implements(aten.convolution.default, family="bilinear")
@@ -386,7 +386,9 @@ def convolution(
     given = (x, weight) if bias is None else (x, weight, bias)
     like = find_scaled_tensor(given)
     x, weight = encode_product_operand(x, like), encode_product_operand(weight, like)
-    sum_scale = round_root_to_power(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
+    sum_scale = round_root_to_power_of_two(
+        _count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True)
+    )
     scale, _ = _powers.multiply_scales(x._scale, weight._scale, sum_scale)
     start, large = None, None
     if bias is not None:
@@ -403,7 +405,7 @@ def convolution(
         get_float32_payload(x), kernel, start, stride, padding, dilation, transposed, *rest
     )
     storage = choose_product_storage(given)
-    return fit_scaled_tensor(saturate_outliers(values, scale, storage, large), scale, storage, promote_dtypes(given))
+    return fit_payload(saturate_outliers(values, scale, storage, large), scale, storage, promote_dtypes(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
@@ -423,7 +425,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     gradients: list[Tensor | None] = [None, None, None]
     for i, source in enumerate((x, weight, gradient)):
         if wanted[i]:
-            sum_scale, scales = round_root_to_power(counts[i]), (gradient._scale, *others[i])
+            sum_scale, scales = round_root_to_power_of_two(counts[i]), (gradient._scale, *others[i])
             gradients[i] = make_scaled_result(values[i], scales, storage, source.dtype, sum_scale, 1 / sum_scale)
     return tuple(gradients)
 
@@ -443,7 +445,7 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     if not isinstance(c, ScaledTensor):
         return total
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
-        return fit_scaled_tensor(get_float32_payload(total), total._scale, c._payload.dtype, total.dtype)
+        return fit_payload(get_float32_payload(total), total._scale, c._payload.dtype, total.dtype)
     return round_second_moment_above_zero(total, c, encode_operand(a, c))
 
 
@@ -455,25 +457,25 @@ RULES_OF_OPERATORS_DEFINED_LATER["prims::fma"] = fma
 )
 def compute_det_or_solution(operator: OpOverload, matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
     """Factor the transpose of a contiguous matrix, as its gradient then takes it to have."""
-    values = decode_value(matrix)
+    values = decode_to_float32(matrix)
     if values.is_contiguous() and not matrix.is_contiguous():
         values = values.mT.contiguous().mT
     holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
-    results = operator(values, *map(decode_value, arguments), **options)
+    results = operator(values, *map(decode_to_float32, arguments), **options)
     return tuple(encode_results(y, holders) for y in results)
 
 
-def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
+def can_multiply_in_eight_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two matrices, payloads, are multiplied on eight-bit units."""
     if a.dtype not in EIGHT_BIT_DTYPES or b.dtype not in EIGHT_BIT_DTYPES or a.dtype == b.dtype == torch.float8_e5m2:
         return False
     if eight_bit_engine(a.device) == "emulated":
         return False
     sides = *a.shape, b.shape[1]
-    return all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 and side > 0 for side in sides)
+    return all(side % EIGHT_BIT_MATRIX_SIDE_MULTIPLE == 0 and side > 0 for side in sides)
 
 
-def multiply_eight_bits(a: Tensor, b: Tensor, factor: float) -> Tensor:
+def multiply_eight_bit_matrices(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
     a = a if a.stride(1) == 1 else a.view(torch.uint8).contiguous().view(a.dtype)
     b = b if b.stride(0) == 1 else b.t().view(torch.uint8).contiguous().view(b.dtype).t()

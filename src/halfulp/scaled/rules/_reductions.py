@@ -17,11 +17,11 @@ from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload
 from ._vocabulary import (
     align_operands,
-    decode_value,
+    decode_to_float32,
     encode_results,
     homogeneous,
     make_scaled_results,
-    round_root_to_power,
+    round_root_to_power_of_two,
 )
 
 
@@ -35,7 +35,7 @@ def count_summed_elements(x: Tensor, dims: Sequence[int] | int | None) -> int:
 
 def choose_sum_divisor(x: Tensor, dims: Sequence[int] | int | None = None) -> float:
     """Return the power of two below the square root of the number of terms."""
-    return round_root_to_power(count_summed_elements(x, dims))
+    return round_root_to_power_of_two(count_summed_elements(x, dims))
 
 
 def register_reduction(*operators: OpOverload) -> Callable[[Callable], Callable]:
@@ -106,7 +106,7 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
         return encode_results(values, [x])
     values = aten.linalg_vector_norm.default(get_float32_payload(x), order, dims, keepdim)
     terms = {0.0: count, 1.0: count * count, 2.0: count}.get(order, 1)
-    return make_scaled_results(values, [x._scale] if order else [], [x], round_root_to_power(terms))
+    return make_scaled_results(values, [x._scale] if order else [], [x], round_root_to_power_of_two(terms))
 
 
 _UPSAMPLE_NAMES = (
@@ -127,7 +127,7 @@ def _find_mean_gradient_factor(position: int, *arguments: Any, **options: Any) -
     # Its arguments are the gradient, the input, the target and others, among them the reduction at a position.
     reduction = arguments[position] if len(arguments) > position else options.get("reduction", MEAN_REDUCTION)
     count = arguments[2].numel()
-    return 1.0 / round_root_to_power(count * count) if reduction == MEAN_REDUCTION else 1.0
+    return 1.0 / round_root_to_power_of_two(count * count) if reduction == MEAN_REDUCTION else 1.0
 
 
 @implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
@@ -135,9 +135,9 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
     p = encode_operand(x, find_scaled_tensor((x, weight)))
-    y, total = operator(get_float32_payload(p), target, decode_value(weight), reduction, ignore_index)
+    y, total = operator(get_float32_payload(p), target, decode_to_float32(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    divisor = round_root_to_power(target.numel()) if reduction == SUM_REDUCTION else 1.0
+    divisor = round_root_to_power_of_two(target.numel()) if reduction == SUM_REDUCTION else 1.0
     return make_scaled_results(y, [p._scale], holders, divisor), total
 
 

@@ -30,7 +30,7 @@ from ...kernels import list_present_operators
 from ...kernels._plain_memory import is_floating
 from ...subclass._composite_tensor import allow_views
 from ...subclass._derivation import aten
-from ...subclass._rule_table import mark_outliers
+from ...subclass._rule_table import find_outlier_mask
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -44,7 +44,7 @@ from .._operands import (
     encode_plain_tensor,
     find_outliers,
     find_scaled_tensor,
-    fit_scaled_tensor,
+    fit_payload,
     map_tree,
     promote_dtypes,
     saturate_outliers,
@@ -57,7 +57,7 @@ from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload, w
 _LARGEST_ORDINARY_SCALE = 2.0**60
 
 
-def decode_value(x: Any) -> Any:
+def decode_to_float32(x: Any) -> Any:
     """Return a tensor's values in float32, float32 for a floating dtype, and anything else unchanged."""
     if isinstance(x, ScaledTensor):
         return decode_values(x, torch.float32)
@@ -79,7 +79,7 @@ def raise_scale_to_degree(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | 
     return _powers.multiply_scales(torch.ones_like(scale), scale.double() ** degree)
 
 
-def make_rule_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
+def wrap_rule_payload(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Return a float32 payload under a scale as a scaled tensor, and what is no float unchanged."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
@@ -91,7 +91,7 @@ def make_rule_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch
         power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
         scale, rest = _powers.multiply_scales(scale, power)
         y = _powers.multiply_by_power(y / power, rest)
-    return fit_scaled_tensor(y, scale, storage, dtype)
+    return fit_payload(y, scale, storage, dtype)
 
 
 def make_scaled_result(
@@ -109,7 +109,7 @@ def make_scaled_result(
         return wrap_payload(*fused.multiply_payload(y, scales, storage, number=number, factor=factor), dtype)
     scale, rest = _powers.multiply_scales(*scales, number) if has_product else (scales[0].clone(), 1.0)
     y = y.to(torch.float32) * factor if has_factor else y
-    made: ScaledTensor = make_rule_result(y, scale, rest, storage, dtype)
+    made: ScaledTensor = wrap_rule_payload(y, scale, rest, storage, dtype)
     return made
 
 
@@ -129,7 +129,7 @@ def encode_under_scale(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch
         return y
     if _powers.has_fused_kernels(y) and y.dtype in fused.PAYLOAD_CODEC_BY_DTYPE:
         return wrap_payload(*fused.multiply_payload(y, (scale,), storage, "values"), dtype)
-    return make_rule_result(y, scale.clone(), _powers.divide_scales(make_unit_scale(y), scale), storage, dtype)
+    return wrap_rule_payload(y, scale.clone(), _powers.divide_scales(make_unit_scale(y), scale), storage, dtype)
 
 
 def encode_results(y: Any, holders: list[Any]) -> Any:
@@ -167,7 +167,7 @@ def _choose_common_scale(
             are_masks = [value >= _powers.HUGE_SCALE and _holds_mask(x, value) for x, value in zip(tensors, values)]
             chosen = _powers.choose_common_scale_value(values, are_masks, least)
         return torch.tensor(chosen, dtype=torch.float32, device="cpu"), chosen, values
-    limits = [_powers.MASK_SCALE if isinstance(x, ScaledTensor) else _powers.HUGE_SCALE for x in given]
+    limits = [_powers.MASK_SCALE_THRESHOLD if isinstance(x, ScaledTensor) else _powers.HUGE_SCALE for x in given]
     return _powers.choose_common_scale([x._scale for x in tensors], limits, least), None, values
 
 
@@ -175,8 +175,8 @@ def _holds_mask(x: ScaledTensor, scale: float) -> bool:
     """Return whether x's large numbers are negative outliers beside smaller ones, as in masks that are added."""
     payload = get_float32_payload(x)
     if not _powers.has_readable_values(payload):
-        return scale >= _powers.MASK_SCALE
-    large = mark_outliers(payload, LEAST_OUTLIER / scale)
+        return scale >= _powers.MASK_SCALE_THRESHOLD
+    large = find_outlier_mask(payload, LEAST_OUTLIER / scale)
     is_smaller = payload.isfinite() & ~large
     return bool(large.any() & is_smaller.any() & ~(large & (payload > 0)).any())
 
@@ -191,11 +191,11 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
     largest = torch.finfo(storage).max
     if storage in FULL_RANGE_STORAGES or (_powers.has_readable_values(payload) and not (payload.abs() > largest).any()):
         return payload
-    is_outlier = (decode_value(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
+    is_outlier = (decode_to_float32(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
     return torch.where(is_outlier, payload.sign() * largest, payload)
 
 
-def round_root_to_power(count: int) -> float:
+def round_root_to_power_of_two(count: int) -> float:
     """Return the power of two below the square root of a number of terms."""
     # Any power of two would give the same values: a symbolic size has that of the traced one, so that others share the
     # graph.
@@ -208,10 +208,10 @@ def round_root_to_power(count: int) -> float:
 
 
 # Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
-LARGE_CONSTANT = 2.0**12
+LEAST_LARGE_CONSTANT = 2.0**12
 
 
-def is_constant(x: Any) -> bool:
+def is_number_or_0d_tensor(x: Any) -> bool:
     """Return whether x is a number or a plain tensor without dimensions, which never decides a scale."""
     return not isinstance(x, ScaledTensor) and (not isinstance(x, Tensor) or x.dim() == 0)
 
@@ -221,9 +221,9 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     # A constant that stands for infinity saturates, at 128 or more. Among zeros of any scale a constant's own power of
     # two is taken, for a large one what it needs.
     like, storage = find_scaled_tensor(operands), choose_storage(operands)
-    tensors = {i: encode_ignoring_outliers(x, like) for i, x in enumerate(operands) if not is_constant(x)}
+    tensors = {i: encode_ignoring_outliers(x, like) for i, x in enumerate(operands) if not is_number_or_0d_tensor(x)}
     constants = {i: encode_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
-    filled = {i for i, x in tensors.items() if _is_filled_as_mask(x, operands[i])}
+    filled = {i for i, x in tensors.items() if _is_uniform_large_mask(x, operands[i])}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
     scale, _, values = _choose_common_scale([*tensors.values()], [operands[i] for i in tensors], storage)
@@ -237,47 +237,49 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     return [payloads[i] for i in range(len(operands))], scale
 
 
-def _is_filled_as_mask(x: ScaledTensor, given: Any) -> bool:
+def _is_uniform_large_mask(x: ScaledTensor, given: Any) -> bool:
     """Return whether an operand is one large number everywhere, as torch.full_like(x, -1e9) is."""
     # Scaled numbers may be data, such as a loss: if `full_like` did not make them, they are several and negative. What
     # it made is known where numbers cannot be read; others count as data there.
     scale = _powers.read_scale(x._scale)
     if scale is None or not _powers.has_readable_values(x._payload):
-        return is_marked_as_filled(x) and x.numel() > 0
-    if scale < LARGE_CONSTANT / 2**16 or not x.numel():
+        return is_marked_large_fill(x) and x.numel() > 0
+    if scale < LEAST_LARGE_CONSTANT / 2**16 or not x.numel():
         return False
     low, high = (bound.item() * scale for bound in torch.aminmax(get_float32_payload(x)))
-    is_mask = not isinstance(given, ScaledTensor) or is_marked_as_filled(x) or (low < 0 and x.numel() > 1)
-    return is_mask and low == high and abs(low) >= LARGE_CONSTANT
+    is_mask = not isinstance(given, ScaledTensor) or is_marked_large_fill(x) or (low < 0 and x.numel() > 1)
+    return is_mask and low == high and abs(low) >= LEAST_LARGE_CONSTANT
 
 
-def mark_as_filled(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
+def mark_large_fill(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
     """Note that x holds one large number everywhere, until it or what it is to be a view of is written; return it."""
     counted = x if base is None else base
-    x._filled_version = None if counted.is_inference() else counted._version
+    x._large_fill_version = None if counted.is_inference() else counted._version
     return x
 
 
-def is_marked_as_filled(x: ScaledTensor) -> bool:
+def is_marked_large_fill(x: ScaledTensor) -> bool:
     """Return whether x holds one large number everywhere, as `full_like` made it or what it is a view or copy of."""
-    return x._filled_version is not None and not x.is_inference() and x._filled_version == x._version
+    return x._large_fill_version is not None and not x.is_inference() and x._large_fill_version == x._version
 
 
 def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
     """Return the scale, raised until the constants fit the storage; where x is all zeros, the constants' largest."""
     roomy = _powers.take_largest_scale(scale, *(_find_scale_for_constant(c, storage) for c in constants))
-    if _powers.read_scale(scale) not in (None, _powers.ZERO_SCALE):
+    if _powers.read_scale(scale) not in (None, _powers.SCALE_OF_ZEROS):
         return roomy
-    return _choose_scale_of_zeros(scale, roomy, storage, constants)
+    return _replace_scale_of_zeros(scale, roomy, storage, constants)
 
 
-def _choose_scale_of_zeros(
-    scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]
+def _replace_scale_of_zeros(
+    scale: Tensor, other_scale: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]
 ) -> Tensor:
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
     own = _powers.take_largest_scale(*(c._scale for c in constants))
     roomy = _powers.take_largest_scale(*(_find_scale_for_constant(c, storage) for c in constants)).clamp(min=1.0)
-    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < LARGE_CONSTANT, own, roomy), otherwise)
+    return torch.where(
+        scale == _powers.SCALE_OF_ZEROS, torch.where(own < LEAST_LARGE_CONSTANT, own, roomy), other_scale
+    )
 
 
 def _find_scale_for_constant(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
@@ -301,33 +303,34 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
     return torch.where(payload.isinf(), payload, torch.where(is_outlier, moved.sign() * enough, moved))
 
 
-def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
+def align_constants(x: ScaledTensor, *constants: Any, makes_room: bool = True) -> tuple[list[Any], Tensor]:
     """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale."""
-    # `room` is False of bounds, which results need not reach: only zeros of any scale take theirs.
+    # `makes_room` is False of bounds, which results need not reach: only zeros of any scale take theirs.
     storage, own = x._payload.dtype, _powers.read_scale(x._scale)
     if own is not None and all(isinstance(c, (int, float)) for c in constants):
         numbers = [float(c) for c in constants]
-        needed = [_find_scale_for_number(c, storage) for c in numbers] if room else []
-        if own == _powers.ZERO_SCALE:
+        needed = [_find_scale_for_number(c, storage) for c in numbers] if makes_room else []
+        if own == _powers.SCALE_OF_ZEROS:
             powers = {c: _powers.round_number_to_power(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [
-                p if p < LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
+                p if p < LEAST_LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage))
+                for c, p in powers.items()
             ]
         own = max([own, *needed])
         scale = torch.full((), own, dtype=torch.float32, device="cpu")
         return [_make_number_payload(c, own, storage) for c in numbers], scale
     tensors = tuple(encode_operand(c, x) for c in constants)
-    if room:
+    if makes_room:
         scale = raise_scale_for_constants(x._scale, storage, *tensors)
     else:
-        scale = _choose_scale_of_zeros(x._scale, x._scale, storage, tensors)
+        scale = _replace_scale_of_zeros(x._scale, x._scale, storage, tensors)
     return [make_constant_payload(c, scale, storage) for c in tensors], scale
 
 
 def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     size = abs(constant)
     if not 0 < size < math.inf:
-        return _powers.ZERO_SCALE
+        return _powers.SCALE_OF_ZEROS
     needed = LEAST_OUTLIER_CLAMP_LIMIT if size >= _get_constant_outlier_threshold(storage) else size
     return _powers.round_number_to_power(needed / torch.finfo(storage).max, "up")
 
@@ -361,9 +364,9 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
     @implements_each(*operators, family=family)
     def move(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
-        if is_marked_as_filled(x):
+        if is_marked_large_fill(x):
             base = x if operator.is_view else None
-            return map_tree(lambda p: mark_as_filled(p, base), move_payload(operator, x, *arguments, **options))
+            return map_tree(lambda p: mark_large_fill(p, base), move_payload(operator, x, *arguments, **options))
         return move_payload(operator, x, *arguments, **options)
 
     def move_payload(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
@@ -421,7 +424,7 @@ def homogeneous(
         if degree > 0:
             return make_scaled_results(results, [x._scale] * degree, [x])
         scale, rest = raise_scale_to_degree(x._scale, degree)
-        return map_tree(lambda y: make_rule_result(y, scale.clone(), rest, storage, dtype), results)
+        return map_tree(lambda y: wrap_rule_payload(y, scale.clone(), rest, storage, dtype), results)
 
     def run_of_degrees(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         like = find_scaled_tensor(tree_leaves((arguments, options)))
@@ -430,7 +433,7 @@ def homogeneous(
 
         def prepare_operand(name: str, x: Any) -> Any:
             if name not in degrees or not is_floating(x):
-                return map_tree(decode_value, x)
+                return map_tree(decode_to_float32, x)
             scaled = encode_operand(x, like)
             if degrees[name]:
                 holders.append(x)
@@ -451,7 +454,7 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
 
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
-    encode = lambda y, storage, dtype: fit_scaled_tensor(y, make_unit_scale(y), storage, dtype)  # noqa: E731
+    encode = lambda y, storage, dtype: fit_payload(y, make_unit_scale(y), storage, dtype)  # noqa: E731
     _register_on_values(operators, family, encode, choose_storage)
 
 
@@ -482,7 +485,7 @@ def _register_on_values(
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
         storage, dtype = choose_result_storage(flat), promote_dtypes(flat)
-        arguments, options = map_tree(decode_value, (arguments, options))
+        arguments, options = map_tree(decode_to_float32, (arguments, options))
         results = operator(*arguments, **options)
 
         def encode_dense(y: Any) -> Any:
@@ -498,7 +501,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
 
     @implements_each(*operators, family=family)
     def run_operator(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-        arguments, options = map_tree(decode_value, (arguments, options))
+        arguments, options = map_tree(decode_to_float32, (arguments, options))
         return operator(*arguments, **options)
 
 
@@ -516,7 +519,7 @@ def gated_activation(*operators: OpOverload, family: str = "own", at_least_one: 
         flat = tree_leaves((arguments, options))
         gated = encode_operand(arguments[0], find_scaled_tensor(flat))
         scale = _powers.take_largest_scale(gated._scale, make_unit_scale(gated)) if at_least_one else gated._scale
-        values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
+        values = operator(*map_tree(decode_to_float32, arguments), **map_tree(decode_to_float32, options))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         return map_tree(
             lambda y: encode_under_scale(y, scale, choose_storage(tensors), promote_dtypes(tensors)), values

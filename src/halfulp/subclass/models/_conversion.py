@@ -40,16 +40,16 @@ class ParameterRef(NamedTuple):
 
     name: str
     module: nn.Module
-    key: str
+    attribute_name: str
     value: Tensor
 
     @property
     def is_parameter(self) -> bool:
-        return self.key in self.module._parameters
+        return self.attribute_name in self.module._parameters
 
-    def put(self, value: Tensor) -> None:
+    def replace_in_module(self, value: Tensor) -> None:
         """Replace the parameter in its module, by attribute, as recurrent modules keep lists of their weights."""
-        setattr(self.module, self.key, value)
+        setattr(self.module, self.attribute_name, value)
 
 
 def check_is_module(given: object, what: str) -> None:
@@ -212,7 +212,7 @@ def replace_parameters(
         if id(ref.value) not in values:
             values[id(ref.value)] = convert(ref)
     for ref in refs:
-        ref.put(values[id(ref.value)])
+        ref.replace_in_module(values[id(ref.value)])
         if not plain:
             _state_dict.install_state_dict_hooks(ref.module)
     if plain:

@@ -78,7 +78,7 @@ def float32_products(model: ModelType, enabled: bool = True) -> ModelType:
             vars(module).pop(_WIDENED_MARK_ATTRIBUTE, None)
             # A class that somebody has made of this file's since stays, and finds no mark.
             object.__setattr__(module, "__class__", get_original_class(module))
-        elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_coverable_forward(module):
+        elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_replaceable_forward(module):
             _set_float32_product_class(module)
     if any(isinstance(vars(module).get("forward"), ForwardTracedByCompiler) for module in model.modules()):
         leave_compiled_products_to_torch(model)
@@ -123,7 +123,7 @@ def _set_float32_product_class(module: nn.Module) -> None:
         forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
 
 
-def _has_coverable_forward(module: nn.Module) -> bool:
+def _has_replaceable_forward(module: nn.Module) -> bool:
     """Return whether a module has a Python forward pass of its own; lists, scripted and compiled modules have none."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
         return False
@@ -187,7 +187,7 @@ def make_empty_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
 
 class _ThreadState(threading.local):
     # Whether a marked module runs that needs no float32 products.
-    runs_plainly = False
+    skips_state_checks = False
     # The hooks for saved tensors that were in force where the mode began.
     hooks_at_entry: Any = None
 
@@ -205,19 +205,20 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
     if is_compiling and mark == _WIDENED_WHERE_EAGER:
         _count_products_left_to_torch()
         return forward(*args, **kwargs)
-    runs_plainly = not is_compiling and _thread_state.runs_plainly
-    if _has_cpu_state_of_dtypes(module, dtypes, not runs_plainly) or _receives_numbers_of_dtypes(args, kwargs, dtypes):
+    skips_state_checks = not is_compiling and _thread_state.skips_state_checks
+    is_narrow = _has_cpu_state_of_dtypes(module, dtypes, not skips_state_checks)
+    if is_narrow or _receives_numbers_of_dtypes(args, kwargs, dtypes):
         if not is_compiling:
             return _call_under_mode(forward, args, kwargs)
         with _PRODUCT_MODE:
             return forward(*args, **kwargs)
-    if is_compiling or runs_plainly:
+    if is_compiling or skips_state_checks:
         return forward(*args, **kwargs)
-    _thread_state.runs_plainly = True
+    _thread_state.skips_state_checks = True
     try:
         return forward(*args, **kwargs)
     finally:
-        _thread_state.runs_plainly = False
+        _thread_state.skips_state_checks = False
 
 
 def _has_cpu_state_of_dtypes(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:

@@ -56,7 +56,7 @@ def _wrap_module_functions(module: ModuleType) -> None:
 
 def _load_with_renamed_entries(
     get_names: Callable[..., set[str]],
-    plain: Callable,
+    original: Callable,
     model: nn.Module,
     state_dict: MutableMapping[str, Any],
     *given: Any,
@@ -70,34 +70,36 @@ def _load_with_renamed_entries(
         # Without those of checkpoint wrappers, whose own hooks put them before every entry.
         long = get_names(model, name, skip_ddp_prefix=False, skip_compiler_prefix=False)
         for short, full in zip(get_names(model, name), long):
-            beside = [entry for entry in state_dict if layout.suffix.sub("", entry) == short != entry]
+            beside = [entry for entry in state_dict if layout.auxiliary_suffix.sub("", entry) == short != entry]
             for entry in beside if short != full else ():
                 state_dict[full + entry.removeprefix(short)] = state_dict.pop(entry)
-    return plain(model, state_dict, *given, **options)
+    return original(model, state_dict, *given, **options)
 
 
 def _gather_sendable_state_dict(
-    plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any
+    original: Callable, state_dict: dict[str, Any], *given: Any, **options: Any
 ) -> dict[str, Any]:
-    return _restore_state_dtypes(plain(_convert_to_sendable(state_dict), *given, **options), state_dict)
+    return _restore_state_dtypes(original(_convert_to_sendable(state_dict), *given, **options), state_dict)
 
 
 def _distribute_states(
-    plain: Callable, full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
+    original: Callable, full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
 ) -> None:
     before = dict(local)
-    plain(_convert_to_sendable(full), local, *given, **options)
+    original(_convert_to_sendable(full), local, *given, **options)
     _restore_state_dtypes(local, before)
 
 
-def _broadcast_states(plain: Callable, full: Any, local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
+def _broadcast_states(
+    original: Callable, full: Any, local: MutableMapping[str, Any], *given: Any, **options: Any
+) -> None:
     for name, value in local.items():
         if find_state_dict_layout(value) is not None:
             raise NotImplementedError(
                 f"broadcast_from_rank0 sends one plain tensor per entry, and {name!r} is {name_type(value)}, which has "
                 "several: load the file on every process, without broadcast_from_rank0"
             )
-    _distribute_states(plain, full, local, *given, **options)
+    _distribute_states(original, full, local, *given, **options)
 
 
 def _convert_to_sendable(value: Any) -> Any:

@@ -22,17 +22,17 @@ FIRST_SAVED_NAME_ATTRIBUTE = "_halfulp_saved"
 class StateDictLayout(NamedTuple):
     """The entries in which one tensor class is stored in a state_dict."""
 
-    kind: type[Tensor]
+    tensor_class: type[Tensor]
     # The entry of the metadata, and what stands there; a file of another version is refused.
-    key: str
+    metadata_key: str
     version: int
-    what: str  # is stored, for messages
+    description: str  # of what is stored, for messages
     # Of the entries of auxiliary tensors.
-    suffix: re.Pattern
+    auxiliary_suffix: re.Pattern[str]
     # All entries of a tensor, by its name.
-    entries: Callable[[str, Any], dict[str, Tensor]]
+    make_entries: Callable[[str, Any], dict[str, Tensor]]
     # The tensor that a state_dict holds under a name, with a given one's dtypes and parts, or None.
-    fitting: Callable[[Mapping, str, Any], Any]
+    read_tensor: Callable[[Mapping, str, Any], Any]
 
 
 _layouts_by_class: dict[type, StateDictLayout] = {}
@@ -40,7 +40,7 @@ _layouts_by_class: dict[type, StateDictLayout] = {}
 
 def register_layout(layout: StateDictLayout) -> None:
     """Register a class's layout: modules on which `install_state_dict_hooks` was called then save and load it."""
-    _layouts_by_class[layout.kind] = layout
+    _layouts_by_class[layout.tensor_class] = layout
 
 
 def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
@@ -90,9 +90,9 @@ def check_is_state_dict(given: object, what: str) -> None:
 def check_layout_version(metadata: Mapping) -> None:
     """Raise for a file of another layout."""
     for layout in _layouts_by_class.values():
-        if (version := metadata.get(layout.key, layout.version)) != layout.version:
+        if (version := metadata.get(layout.metadata_key, layout.version)) != layout.version:
             raise ValueError(
-                f"this file holds {layout.what} in layout {version}, and this version of halfulp reads layout "
+                f"this file holds {layout.description} in layout {version}, and this version of halfulp reads layout "
                 f"{layout.version}: load it with the version that wrote it, and save its plain_state_dict"
             )
 
@@ -119,16 +119,16 @@ def _save_auxiliary_tensors(
 ) -> None:
     """Store auxiliary tensors as entries behind their parameter; with keep_vars keep the parameter itself."""
     own = {prefix + key: (parameter, layout) for key, parameter, layout in _list_own_parameters(module)}
-    local_metadata.update({layout.key: layout.version for _, layout in own.values()})
+    local_metadata.update({layout.metadata_key: layout.version for _, layout in own.values()})
     last: list[tuple[str, Any]] = []
     # What this module and its children have saved stands last.
     while state_dict and next(reversed(state_dict)).startswith(prefix):
         last.append(state_dict.popitem())
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
-        if layout is not None and value is not parameter and isinstance(value, layout.kind):
+        if layout is not None and value is not parameter and isinstance(value, layout.tensor_class):
             with allow_views(parameter):
-                state_dict.update(_share_tied_memory(layout.entries(name, value), name, parameter, state_dict))
+                state_dict.update(_share_tied_memory(layout.make_entries(name, value), name, parameter, state_dict))
         else:
             state_dict[name] = value
 
@@ -170,10 +170,12 @@ def _check_entries_of_all_modules(
 
 
 def _read_parameter_from_entries(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
-    foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
+    foreign = [
+        entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.auxiliary_suffix.search(entry)
+    ]
     if foreign:
         raise ValueError(f"unknown entries {quote(foreign)} beside {name!r}: the file is of another layout")
-    return layout.fitting(state_dict, name, parameter)
+    return layout.read_tensor(state_dict, name, parameter)
 
 
 def _load_auxiliary_tensors(
@@ -192,7 +194,7 @@ def _load_auxiliary_tensors(
     for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
         value = _read_parameter_from_entries(state_dict, name, parameter, layout)
-        for entry in [entry for entry in state_dict if layout.suffix.sub("", entry) == name != entry]:
+        for entry in [entry for entry in state_dict if layout.auxiliary_suffix.sub("", entry) == name != entry]:
             del state_dict[entry]
         if value is None:
             continue

@@ -25,7 +25,7 @@ from ._table import (
     write_comparison_headline,
 )
 
-_WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
+_WIDE_FIGURE_SIZE, _NARROW_FIGURE_SIZE = (820, 560), (340, 560)
 
 
 def render_comparison_page(evidence: FinishedTrials) -> str:
@@ -68,8 +68,8 @@ def _make_task_for_template(evidence: FinishedTrials, task: str) -> dict[str, An
         "notes": list_table_notes(evidence, task),
         "curves_in_words": f"Training loss over {settings['steps']} steps, and its difference to fp32; "
         f"{'; '.join(ends)}. The table has the same numbers.",
-        "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
-        "narrow": draw_loss_curves(curves, task, *_NARROW_SIZE),
+        "wide": draw_loss_curves(curves, task, *_WIDE_FIGURE_SIZE),
+        "narrow": draw_loss_curves(curves, task, *_NARROW_FIGURE_SIZE),
         "rows": [_make_row_for_template(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": said,
         "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
@@ -111,7 +111,7 @@ EVIDENCE_JSON_VERSION = 1
 _RUN_FIELDS = {"workers", "cores", "seconds"}
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_nonfinite_json_constant(name: str) -> None:
     raise ValueError(f"{name} among its numbers")
 
 
@@ -150,7 +150,7 @@ class Evidence(FinishedTrials):
             ValueError: the text is no such JSON.
         """
         try:
-            data = json.loads(text, parse_constant=_refuse_constant)
+            data = json.loads(text, parse_constant=_refuse_nonfinite_json_constant)
             if data["schema"] != EVIDENCE_JSON_VERSION:
                 raise ValueError(f"schema {data['schema']}, this version reads {EVIDENCE_JSON_VERSION}")
             trials = tuple(data["trials"])

@@ -48,17 +48,17 @@ def find_gap_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     return found
 
 
-def _bound_false_alarm_probability(k: float, seeds: int, recipes: int, scattering: int) -> float:
-    """Bound the chance that any of ``scattering`` recipes exceeds k standard errors (Bonferroni)."""
+def _bound_false_alarm_probability(k: float, seeds: int, recipes: int, scattering_recipes: int) -> float:
+    """Bound the chance that any of ``scattering_recipes`` recipes exceeds k standard errors (Bonferroni)."""
     degrees = seeds - 1
-    if scattering == 1:
+    if scattering_recipes == 1:
         return float(_compute_student_tail(np.array([k]), degrees)[0])
     # The integral over B by midpoints in the angle with sine^2 = B.
     angle = (np.arange(_INTEGRATION_POINTS) + 0.5) * (math.pi / 2 / _INTEGRATION_POINTS)
-    weights = np.sin(angle) ** (degrees - 1) * np.cos(angle) ** ((scattering - 1) * degrees - 1)
+    weights = np.sin(angle) ** (degrees - 1) * np.cos(angle) ** ((scattering_recipes - 1) * degrees - 1)
     shares = np.maximum(np.sin(angle) ** 2, 1 / recipes)
-    beyond = _compute_student_tail(k * np.sqrt(scattering * shares), scattering * degrees)
-    return scattering * float(weights @ beyond / weights.sum())
+    beyond = _compute_student_tail(k * np.sqrt(scattering_recipes * shares), scattering_recipes * degrees)
+    return scattering_recipes * float(weights @ beyond / weights.sum())
 
 
 def _compute_student_tail(t: FloatArray, degrees: int) -> FloatArray:
@@ -84,12 +84,12 @@ _RELATIVE_TOLERANCE_OF_GAP = 10 * LEAST_NOTABLE_RELATIVE_GAP
 _TWIN_SCATTER_FACTOR = 3
 
 # How often chance may call one of several recipes worse or better by each of two limits, of which the lower counts.
-_POOLED_LEVEL, _BONFERRONI_LEVEL = 0.037, 0.005
+_POOLED_FALSE_ALARM_RATE, _BONFERRONI_FALSE_ALARM_RATE = 0.037, 0.005
 # Up to so many recipes the first share holds; it falls with the cube root of more.
 _MOST_RECIPES_AT_FULL_LEVEL = 5
 
 
-def compute_gap_bound(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
+def bound_mean_gap_error(gaps: Sequence[float], twin_gaps: Sequence[float], reference_loss: float) -> float | None:
     """Return how far a recipe's true gap may be from its mean gap: the largest of three bounds.
 
     - half the 95% confidence interval of the mean of the gaps, paired by seed (Student's t);
@@ -100,7 +100,7 @@ def compute_gap_bound(gaps: Sequence[float], twin_gaps: Sequence[float], referen
     The first two fall with the square root of the seeds, so that more seeds tell smaller differences.
     None where there are fewer than three seeds: then there is no verdict.
 
-    >>> compute_gap_bound([0.060, 0.062, 0.064], [1e-5], 2.0)
+    >>> bound_mean_gap_error([0.060, 0.062, 0.064], [1e-5], 2.0)
     0.0049...
     """
     count = len(gaps)
@@ -112,18 +112,18 @@ def compute_gap_bound(gaps: Sequence[float], twin_gaps: Sequence[float], referen
         if twin_gaps
         else 0.0
     )
-    return max(own, twins, LEAST_NOTABLE_RELATIVE_GAP * abs(reference))
+    return max(own, twins, LEAST_NOTABLE_RELATIVE_GAP * abs(reference_loss))
 
 
 def compute_noise_threshold(
-    gaps: Sequence[float], twin_gaps: Sequence[float], reference: float, compared: Sequence[Sequence[float]] = ()
+    gaps: Sequence[float], twin_gaps: Sequence[float], reference_loss: float, compared: Sequence[Sequence[float]] = ()
 ) -> float | None:
     """Return how large a mean gap must be to count as one among those of all recipes compared.
 
-    At least the `compute_gap_bound`. Where several recipes are compared it also exceeds the lower of two, in standard
+    At least `bound_mean_gap_error`. Where several recipes are compared it also exceeds the lower of two, in standard
     errors of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most:
 
-    - the `find_gap_quantile` of so many recipes at the `get_quantile_level`, where the deviation of a recipe's gaps is
+    - the `find_gap_quantile` of so many recipes at `get_false_alarm_rate`, where the deviation of a recipe's gaps is
       at least the pooled one: at three seeds a small deviation is mostly chance;
     - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
       does not hide what is certain of the others.
@@ -131,35 +131,35 @@ def compute_noise_threshold(
     Args:
         gaps: of this recipe, one per seed.
         twin_gaps: between float32 and its twin.
-        reference: float32's loss.
+        reference_loss: float32's loss.
         compared: the gaps of every recipe compared, of this one too; those of fewer than three seeds do not count.
 
     >>> compute_noise_threshold([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
     0.0210...
     """
-    alone = compute_gap_bound(gaps, twin_gaps, reference)
+    alone = bound_mean_gap_error(gaps, twin_gaps, reference_loss)
     family = [one for one in compared if len(one) > 2]
     if alone is None or len(family) < 2:
         return alone
     count, own = len(gaps), math.sqrt(_compute_variance(gaps))
-    pooled = find_gap_quantile(count, len(family), get_quantile_level(len(family))) * max(
+    pooled = find_gap_quantile(count, len(family), get_false_alarm_rate(len(family))) * max(
         own, pool_standard_deviations(family)
     )
-    bonferroni = find_gap_quantile(count, 1, _BONFERRONI_LEVEL / len(family)) * own
+    bonferroni = find_gap_quantile(count, 1, _BONFERRONI_FALSE_ALARM_RATE / len(family)) * own
     return max(alone, min(pooled, bonferroni) / math.sqrt(count))
 
 
-def get_quantile_level(recipes: int) -> float:
+def get_false_alarm_rate(recipes: int) -> float:
     """Return the level of the quantile for so many recipes: 3.7%, and less for more than five.
 
     Gaps to the same float32 run on the same batches are not drawn apart: of two or three that scatter by far the most,
     with correlations of 0.9 to 0.99, any exceeds the quantile up to 1.3 times as often as its level says among five
     recipes, 1.4 times among ten. This keeps all of that within 5%, by simulation (benchmarks/bench_verdicts.py).
 
-    >>> [round(get_quantile_level(recipes), 4) for recipes in (2, 5, 10)]
+    >>> [round(get_false_alarm_rate(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
     """
-    return float(_POOLED_LEVEL * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
+    return float(_POOLED_FALSE_ALARM_RATE * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
 
 
 def pool_standard_deviations(compared: Sequence[Sequence[float]]) -> float:
@@ -172,7 +172,7 @@ def pool_standard_deviations(compared: Sequence[Sequence[float]]) -> float:
     return math.sqrt(sum((len(gaps) - 1) * _compute_variance(gaps) for gaps in compared) / degrees)
 
 
-def compute_gap_tolerance(twin_gaps: Sequence[float], reference: float) -> float:
+def compute_gap_tolerance(twin_gaps: Sequence[float], reference_loss: float) -> float:
     """Return the sum of gap and interval that is still called no difference: the larger of two.
 
     - a hundredth of float32's loss;
@@ -183,7 +183,9 @@ def compute_gap_tolerance(twin_gaps: Sequence[float], reference: float) -> float
     >>> compute_gap_tolerance([1e-5, 0.0, -1e-5], 2.0)
     0.02
     """
-    return max(_RELATIVE_TOLERANCE_OF_GAP * abs(reference), _TWIN_SCATTER_FACTOR * _compute_rms_about_zero(twin_gaps))
+    return max(
+        _RELATIVE_TOLERANCE_OF_GAP * abs(reference_loss), _TWIN_SCATTER_FACTOR * _compute_rms_about_zero(twin_gaps)
+    )
 
 
 def _compute_variance(gaps: Sequence[float]) -> float:
@@ -347,7 +349,7 @@ def _make_recipe_row(
     diverged = _count_diverged_trials(own)
     gaps = _compute_gaps_paired_by_seed(own, reference) if not diverged else []
     baseline = _compute_mean([get_judged_loss(record) for record in reference.values()])
-    alone, allowed = compute_gap_bound(gaps, twins, baseline or 0.0), compute_gap_tolerance(twins, baseline or 0.0)
+    alone, allowed = bound_mean_gap_error(gaps, twins, baseline or 0.0), compute_gap_tolerance(twins, baseline or 0.0)
     limit = compute_noise_threshold(
         gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) else ()
     )

@@ -32,7 +32,7 @@ _DASH_PATTERNS = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
 class LineStyle:
     """The colour (--c0 to --c7), marker and dashes of a recipe's curve; the reference and its twin have no marker."""
 
-    colour: int
+    colour_index: int
     marker: tuple[str, str] | None = None
     dash: tuple[float, ...] | None = None
 
@@ -43,7 +43,7 @@ def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     Twenty-four differ beside the reference and its twin; then they come again.
 
     >>> styles = choose_line_styles(["fp32", "bf16", *(f"recipe-{k}" for k in range(23))])
-    >>> styles["fp32"].colour, styles["bf16"].marker[0], len(set(styles.values()))
+    >>> styles["fp32"].colour_index, styles["bf16"].marker[0], len(set(styles.values()))
     (0, 'o', 25)
     >>> styles["bf16"].marker == styles["recipe-5"].marker, styles["bf16"].dash, styles["recipe-5"].dash
     (True, None, (5.0, 2.0))
@@ -144,9 +144,9 @@ def _find_common_steps(curves: Sequence[Mapping[int, float]]) -> list[int]:
 
 def _make_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
-    if style.colour == 0:
+    if style.colour_index == 0:
         return {"color": _INK_COLOUR, "linewidth": 3.6, "zorder": 2}
-    look = {"color": _PLACEHOLDER_COLOURS[style.colour], "linewidth": 1.3, "zorder": 4}
+    look = {"color": _PLACEHOLDER_COLOURS[style.colour_index], "linewidth": 1.3, "zorder": 4}
     look["linestyle"] = "-" if style.dash is None else (0, style.dash)
     if style.marker is None:
         return {**look, "linewidth": 1.2, "zorder": 3}

@@ -14,7 +14,7 @@ from .. import tasks as registry
 from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from ..tasks import Task
 
-_JUDGED_BY = ("train_loss", "validation_loss")
+_JUDGED_LOSS_NAMES = ("train_loss", "validation_loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,9 @@ def plan_trials(
         if barred := {recipe.name: why for recipe in rows if (why := one.explain_refusal(recipe))}:
             why = next(iter(barred.values()))
             raise ValueError(f"task {one.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
-        if one.judged_by not in _JUDGED_BY:
+        if one.judged_by not in _JUDGED_LOSS_NAMES:
             raise ValueError(
-                f"task {one.name!r} is judged by {one.judged_by!r}: judged_by is {' or '.join(_JUDGED_BY)}"
+                f"task {one.name!r} is judged by {one.judged_by!r}: judged_by is {' or '.join(_JUDGED_LOSS_NAMES)}"
             )
         try:
             json.dumps(one.settings(), allow_nan=False)

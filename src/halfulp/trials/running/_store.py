@@ -17,12 +17,12 @@ class TrialStore:
 
     def __init__(self, out: str | os.PathLike[str]):
         self.root = Path(out)
-        self.trials = self.root / "trials"
-        self.report = self.root / "compare.json"
-        self.page = self.root / "compare.html"
+        self.trials_folder = self.root / "trials"
+        self.json_path = self.root / "compare.json"
+        self.page_path = self.root / "compare.html"
         try:
-            self.trials.mkdir(parents=True, exist_ok=True)
-            for folder in (self.root, self.trials):
+            self.trials_folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.root, self.trials_folder):
                 with tempfile.TemporaryFile(dir=folder):
                     pass
         except OSError as error:
@@ -34,10 +34,11 @@ class TrialStore:
         """Start the comparison, resume or overwrite that of the folder."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
-        found = [path for path in (self.report, self.page, *sorted(self.trials.glob("*.json"))) if path.exists()]
+        paths = (self.json_path, self.page_path, *sorted(self.trials_folder.glob("*.json")))
+        found = [path for path in paths if path.exists()]
         if found and not (resume or overwrite):
-            count = sum(path.parent == self.trials for path in found)
-            state = "a comparison" if self.report.exists() else "an interrupted comparison"
+            count = sum(path.parent == self.trials_folder for path in found)
+            state = "a comparison" if self.json_path.exists() else "an interrupted comparison"
             raise ValueError(
                 f"{self.root} holds {state} of {count} finished trials: --resume takes over those of the same "
                 "settings and trains what is missing, --overwrite deletes them, --out names another folder"
@@ -49,17 +50,17 @@ class TrialStore:
         """Return the results that the folder has of some trials, by key."""
         results = {}
         for trial in trials:
-            path = self.trials / f"{trial.key}.json"
+            path = self.trials_folder / f"{trial.key}.json"
             if path.exists():
                 results[trial.key] = _read_matching_result(path, trial)
         return results
 
     def write_trial(self, trial: Trial, result: dict[str, Any]) -> None:
         """Write one finished trial; a report of those before is not whole any more."""
-        for path in (self.report, self.page):
+        for path in (self.json_path, self.page_path):
             path.unlink(missing_ok=True)
         record = {"settings": trial.settings(), "result": result}
-        write_file_atomically(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
+        write_file_atomically(self.trials_folder / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
 
 
 def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class TrainingRun:
         self._workers = workers or min(count_cores(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
-        self._trials: dict[str, Trial] = {}
+        self._trials_by_key: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
         self.results: dict[str, dict[str, Any]] = {}
 
@@ -67,11 +67,12 @@ class TrainingRun:
                         self._store.write_trial(trial, content)
                 self._listen(kind, trial, content)
         self._seconds += time.monotonic() - start
-        self._trials |= {trial.key: trial for trial in trials}
+        self._trials_by_key |= {trial.key: trial for trial in trials}
 
     def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
-        records = [{"settings": trial.settings(), "result": self.results[key]} for key, trial in self._trials.items()]
+        trials = self._trials_by_key.items()
+        records = [{"settings": trial.settings(), "result": self.results[key]} for key, trial in trials]
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": count_cores()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": describe_processor()}
@@ -101,5 +102,5 @@ def open_training_run(
     run = TrainingRun(workers, listen, store, resume)
     yield run
     evidence = run.make_evidence()
-    evidence.to_html(store.page)
-    write_file_atomically(store.report, evidence.to_json())
+    evidence.to_html(store.page_path)
+    write_file_atomically(store.json_path, evidence.to_json())

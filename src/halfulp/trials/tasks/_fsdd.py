@@ -11,7 +11,7 @@ from ._files import TaskWithDataFiles, decode_file_content, read_parquet
 from ._task import Batch, Data, compute_task_warm_cosine_factor
 from ._text import LSTM
 
-RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
+SAMPLE_RATE_HZ, WINDOW_SAMPLES, HOP_SAMPLES, FRAME_COUNT, MEL_BAND_COUNT = 8000, 256, 80, 64, 32
 
 
 class SpokenDigits(TaskWithDataFiles):
@@ -54,7 +54,7 @@ class SpokenDigits(TaskWithDataFiles):
 
 
 class SpokenDigitNetwork(nn.Module):
-    """A convolutional-recurrent network from spectra (batch, 1, FRAMES, BANDS) to logits (batch, 10)."""
+    """A convolutional-recurrent network from spectra (batch, 1, FRAME_COUNT, MEL_BAND_COUNT) to logits (batch, 10)."""
 
     def __init__(self, channels: int = 16, width: int = 64):
         super().__init__()
@@ -63,7 +63,7 @@ class SpokenDigitNetwork(nn.Module):
             *(nn.Conv2d(1, channels, 3, 2, 1), nn.GroupNorm(4, channels), nn.ReLU()),
             *(nn.Conv2d(channels, twice, 3, 2, 1), nn.GroupNorm(4, twice), nn.ReLU()),
         )
-        self.recurrent = LSTM(twice * BANDS // 4, width)
+        self.recurrent = LSTM(twice * MEL_BAND_COUNT // 4, width)
         self.head = nn.Linear(width, 10)
 
     def forward(self, spectra: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class SpokenDigitNetwork(nn.Module):
 
 
 def _read_spectra_and_labels(path: str) -> Batch:
-    """Read the spectra (n, 1, FRAMES, BANDS) and labels of a file."""
+    """Read the spectra (n, 1, FRAME_COUNT, MEL_BAND_COUNT) and labels of a file."""
     recordings, labels = read_parquet(path, ["audio", "label"])
     samples = [
         decode_file_content(f"row {row} of {path}", _decode_wav, recording) for row, recording in enumerate(recordings)
@@ -84,28 +84,28 @@ def _read_spectra_and_labels(path: str) -> Batch:
 def _decode_wav(recording: dict[str, bytes]) -> Tensor:
     """Return the first samples of a WAV file of 16 bits in [-1, 1], with zeros behind."""
     with wave.open(io.BytesIO(recording["bytes"])) as file:
-        if (file.getframerate(), file.getsampwidth(), file.getnchannels()) != (RATE, 2, 1):
-            raise ValueError(f"{RATE} samples of 16 bits a second on one channel are read")
+        if (file.getframerate(), file.getsampwidth(), file.getnchannels()) != (SAMPLE_RATE_HZ, 2, 1):
+            raise ValueError(f"{SAMPLE_RATE_HZ} samples of 16 bits a second on one channel are read")
         heard = torch.frombuffer(bytearray(file.readframes(file.getnframes())), dtype=torch.int16)
-    whole = torch.zeros(FRAMES * HOP, dtype=torch.float32, device="cpu")
+    whole = torch.zeros(FRAME_COUNT * HOP_SAMPLES, dtype=torch.float32, device="cpu")
     whole[: len(heard)] = heard[: len(whole)] / 2**15
     return whole
 
 
 def _compute_log_spectra(samples: Tensor) -> Tensor:
-    """Return logarithms of energies (n, 1, FRAMES, BANDS) of samples (n, FRAMES * HOP)."""
-    window = torch.hann_window(WINDOW, dtype=torch.float32, device="cpu")
-    found = torch.stft(samples, WINDOW, HOP, window=window, return_complex=True)
-    energies = found.abs().square()[:, :, :FRAMES].transpose(1, 2)
+    """Return logarithms of energies (n, 1, FRAME_COUNT, MEL_BAND_COUNT) of samples (n, FRAME_COUNT * HOP_SAMPLES)."""
+    window = torch.hann_window(WINDOW_SAMPLES, dtype=torch.float32, device="cpu")
+    found = torch.stft(samples, WINDOW_SAMPLES, HOP_SAMPLES, window=window, return_complex=True)
+    energies = found.abs().square()[:, :, :FRAME_COUNT].transpose(1, 2)
     return (energies @ _make_mel_filters() + 1e-6).log().unsqueeze(1)
 
 
 def _make_mel_filters() -> Tensor:
-    """Return triangular filters on O'Shaughnessy's mel scale, 2595 log10(1 + f / 700): (1 + WINDOW / 2, BANDS)."""
-    top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700, dtype=torch.float64, device="cpu"))
-    mels = torch.linspace(0, 1, BANDS + 2, dtype=torch.float64, device="cpu") * top
+    """Return triangular filters on O'Shaughnessy's mel scale, 2595 log10(1 + f / 700): (frequencies, bands)."""
+    top = 2595 * torch.log10(torch.tensor(1 + SAMPLE_RATE_HZ / 2 / 700, dtype=torch.float64, device="cpu"))
+    mels = torch.linspace(0, 1, MEL_BAND_COUNT + 2, dtype=torch.float64, device="cpu") * top
     edges = 700 * (10 ** (mels / 2595) - 1)
-    bins = torch.linspace(0, RATE / 2, 1 + WINDOW // 2, dtype=torch.float64, device="cpu")[:, None]
+    bins = torch.linspace(0, SAMPLE_RATE_HZ / 2, 1 + WINDOW_SAMPLES // 2, dtype=torch.float64, device="cpu")[:, None]
     rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
     return torch.minimum(rising, falling).clamp(min=0).float()

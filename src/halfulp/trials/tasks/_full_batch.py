@@ -85,7 +85,7 @@ class Logistic(FullBatchTask):
             if ((low.max(0) < high.min(0)) | (low.min(0) > high.max(0))).any():
                 break
         parts = selection.train_test_split(inputs, labels, test_size=0.33, random_state=42)
-        return _convert_arrays(parts, "1,000 points of scikit-learn's make_classification, 670 to train on")
+        return _make_data_from_arrays(parts, "1,000 points of scikit-learn's make_classification, 670 to train on")
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Start from small weights."""
@@ -113,7 +113,7 @@ class CancerLogistic(Logistic):
         train, test, *labels = selection.train_test_split(bunch.data, bunch.target, test_size=0.2, random_state=1234)
         scaler = preprocessing.StandardScaler().fit(train)
         note = "scikit-learn's breast cancer data: 455 patients to train on, 114 to validate"
-        return _convert_arrays((scaler.transform(train), scaler.transform(test), *labels), note)
+        return _make_data_from_arrays((scaler.transform(train), scaler.transform(test), *labels), note)
 
 
 class CancerMLP(CancerLogistic):
@@ -135,7 +135,7 @@ class CancerMLP(CancerLogistic):
         return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
-def _convert_arrays(parts: Sequence[Any], note: str) -> Data:
+def _make_data_from_arrays(parts: Sequence[Any], note: str) -> Data:
     """Return arrays of NumPy's, inputs to train and to validate on and then their labels, as float64 data."""
     train, validation, train_labels, validation_labels = parts
     pairs = (train, train_labels), (validation, validation_labels)

@@ -44,7 +44,7 @@ class MovieLens(TaskWithDataFiles):
         columns = read_parquet(f"{self.data}/ratings.parquet", ["user_id", "item_id", "rating"])
         names = [sorted({person[place] for person in people}) for place in (1, 2)]
 
-        def row(rating: tuple[int, int, int]) -> list[int]:
+        def encode(rating: tuple[int, int, int]) -> list[int]:
             user, item, stars = rating
             _, occupation, gender, age = people[users[user]]
             _, title, genres = films[items[item]]
@@ -61,7 +61,8 @@ class MovieLens(TaskWithDataFiles):
 
         path = f"{self.data}/ratings.parquet"
         rows = [
-            decode_file_content(f"row {number} of {path}", row, rating) for number, rating in enumerate(zip(*columns))
+            decode_file_content(f"row {number} of {path}", encode, rating)
+            for number, rating in enumerate(zip(*columns))
         ]
         whole = torch.tensor(rows, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed(0)

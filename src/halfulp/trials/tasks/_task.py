@@ -46,23 +46,23 @@ class LossCurveRecorder:
     def __init__(self, steps: int, report: ReportLoss | None = None) -> None:
         self._steps, self._report = steps, report
         self._curve: list[list[float]] = []
-        self._window: list[float] = []
-        self._done = 0
+        self._window_losses: list[float] = []
+        self._step_count = 0
         self.seconds: list[float] = []
         self.diverged_at: int | None = None
 
     def record_step_loss(self, loss: float) -> bool:
         """Add the loss of the next step; return whether it is finite."""
         if not math.isfinite(loss):
-            self.diverged_at = self._done
+            self.diverged_at = self._step_count
             return False
-        self._done += 1
-        self._window.append(loss)
-        if len(self._window) == max(1, self._steps // _MOST_CURVE_POINTS) or self._done == self._steps:
-            self._curve.append([self._done, statistics.fmean(self._window)])
-            self._window = []
+        self._step_count += 1
+        self._window_losses.append(loss)
+        if len(self._window_losses) == max(1, self._steps // _MOST_CURVE_POINTS) or self._step_count == self._steps:
+            self._curve.append([self._step_count, statistics.fmean(self._window_losses)])
+            self._window_losses = []
             if self._report is not None:
-                self._report(self._done, self._curve[-1][1])
+                self._report(self._step_count, self._curve[-1][1])
         return True
 
     def make_training_summary(
