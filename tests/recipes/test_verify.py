@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from halfulp.gradients import AdaptiveGradScaler
 from halfulp.gradients.eager import _replay
 from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
@@ -570,3 +571,31 @@ def test_what_cannot_be_copied_is_refused(seed):
     model.lines = (line for line in ())
     with pytest.raises(ValueError, match=r"the model cannot be copied, and the proof runs on copies.*cannot pickle"):
         verify(model, torch.randn(8, 6), "scaled-fp16", seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("needed", "merged"),
+    [((), []), (("2",), ["2"]), (("0", "2"), ["0", "2"])],
+    ids=["none", "one", "two that are wrong together alone"],
+)
+def test_sites_that_are_not_exact_by_themselves_are_merged(needed, merged, seed, monkeypatch):
+    """As a module would be whose backward pass brings gradients of other sites in: into the scaler that was given."""
+    real = _verify.VerificationRuns._run_scaled_step
+
+    def run(self, exponents, merged=()):
+        found = real(self, exponents, merged)
+        if needed and all(key in exponents and key not in merged for key in needed):
+            found = {name: None if value is None else value + 1 for name, value in found.items()}
+        return found
+
+    monkeypatch.setattr(_verify.VerificationRuns, "_run_scaled_step", run)
+    model, x = _network(), torch.randn(4, 6)
+    scaler = AdaptiveGradScaler(model)
+    scaler.scale(model(x).sum()).backward()
+    model.zero_grad()
+    found = verify(model, x, scaler, trials=3, seed=seed)
+    assert found.passed
+    assert found.merged == merged
+    reasons = {row.site: row.merged for row in scaler.sites() if row.site != "global"}
+    assert reasons == {key: "not exact by itself" if key in merged else None for key in ("0", "2")}
+    assert verify(model, x, "fp16-adaptive", trials=1, seed=seed).merged == merged
