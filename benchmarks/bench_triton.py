@@ -193,7 +193,7 @@ def exact_sums() -> Launches:
             given = [numbers(dtype, (rows, columns))] * operands
             reach = module.LimbRange.for_terms(dtype, operands > 1)
             words = torch.zeros(rows, reach.counter_count + 1, dtype=torch.int64)
-            fill = lambda: module._fill_windows_by_triton(given, reach)  # noqa: E731
+            fill = lambda: module._add_to_windows_by_triton(given, reach)  # noqa: E731
             yield f"{name} of {dtype}", (operands * dtype.itemsize, 0), fill
             yield f"rounding to {dtype}", None, lambda: module._round_windows("triton", words, reach, dtype)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._optimizer import find_inner_optimizer
+from halfulp.optim._optimizer import unwrap_optimizer
 
 lightning = pytest.importorskip("lightning.pytorch")
 from halfulp.integrations.lightning import AdaptiveMixed, Precision, Recipe  # noqa: E402
@@ -144,7 +144,7 @@ def test_lightnings_own_bf16_loses_the_low_bits_that_the_recipe_keeps(seed, tmp_
         given = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "enable_checkpointing": False, **QUIET}
         trainer = lightning.Trainer(default_root_dir=tmp_path, **given, **options)
         trainer.fit(module, data)
-        weights = find_inner_optimizer(trainer.optimizers[0]).float32_state_dict(module)["network.0.weight"]
+        weights = unwrap_optimizer(trainer.optimizers[0]).float32_state_dict(module)["network.0.weight"]
         assert torch.equal(weights, start) == is_kept
 
 
@@ -212,7 +212,7 @@ def test_the_command_line_takes_a_class_and_words(tmp_path):
     given = ["--optimizer=halfulp.optim.AdamW", "--optimizer.lr=1e-2", "--optimizer.weight_update=kahan"]
     given += ["--optimizer.param_dtype=bf16", "--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}"]
     line = LightningCLI(Narrow, Ones, args=["fit", *given, *quiet, "--trainer.max_steps=2", "--trainer.devices=1"])
-    made = find_inner_optimizer(line.trainer.optimizers[0])
+    made = unwrap_optimizer(line.trainer.optimizers[0])
     assert (type(made), made.defaults["lr"]) == (hu.optim.AdamW, 1e-2)
     assert line.model.layer.weight.dtype == torch.bfloat16
     assert made.state[line.model.layer.weight]["step"] == 2

@@ -159,7 +159,7 @@ def test_a_step_on_a_device_that_torch_cannot_reach_is_refused_before_it_begins(
 
 
 def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial, flushed = _run._step_check_elements, []
+    trial, flushed = _run._run_step_on_check_elements, []
 
     def flushing(spec, run=None, device="cpu"):
         found = trial(spec, run, "cpu")
@@ -170,15 +170,17 @@ def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
                 tensor[below] = 0.0
         return found
 
-    monkeypatch.setattr(_run, "_step_check_elements", flushing)
+    monkeypatch.setattr(_run, "_run_step_on_check_elements", flushing)
     with pytest.raises(NotImplementedError, match=r"adamw_kahan_bf16 on xpu.*subnormal numbers are flushed"):
         _run.compile_kernels(_Batch("xpu"))
     assert sum(flushed) > 0, "the fixed elements have subnormal results"
 
 
 def test_a_step_of_the_same_bits_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = _run._step_check_elements
-    monkeypatch.setattr(_run, "_step_check_elements", lambda spec, run=None, device="cpu": trial(spec, run, "cpu"))
+    trial = _run._run_step_on_check_elements
+    monkeypatch.setattr(
+        _run, "_run_step_on_check_elements", lambda spec, run=None, device="cpu": trial(spec, run, "cpu")
+    )
     _run.compile_kernels(_Batch("xpu"))
     _run.compile_kernels(_Batch("mps"))
 

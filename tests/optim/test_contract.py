@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._random_identity import strip_wrapper_names
+from halfulp.optim.parameters._random_identity import strip_wrapper_prefixes
 
 from .state_dicts import assert_same, take_steps
 
@@ -149,8 +149,8 @@ WRAPPINGS = [
 
 @pytest.mark.parametrize("names", WRAPPINGS, ids="-".join)
 def test_wrapped_models_have_the_plain_models_names_bits_and_files(names):
-    assert strip_wrapper_names(names) == WRAPPINGS[0]
-    assert strip_wrapper_names(["module.a", "b"]) == ["module.a", "b"]  # somebody's own module
+    assert strip_wrapper_prefixes(names) == WRAPPINGS[0]
+    assert strip_wrapper_prefixes(["module.a", "b"]) == ["module.a", "b"]  # somebody's own module
 
     def made(given):
         parameters = [torch.nn.Parameter(torch.linspace(0.1, 1, 64).bfloat16()) for _ in given]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim._optimizer import find_inner_optimizer
+from halfulp.optim._optimizer import unwrap_optimizer
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -86,7 +86,7 @@ def _averaged(model, optimizer):
 
 def _observed(model, optimizer):
     with hu.observe(model, optimizer, interval=1) as seen:
-        find_inner_optimizer(optimizer).step()
+        unwrap_optimizer(optimizer).step()
     return len(seen), sorted(seen.record.parameters), {one.optimizer for one in seen.record.parameters.values()}
 
 
@@ -112,7 +112,7 @@ def test_a_prepared_optimizer_is_taken_as_the_one_inside(wrapper, kind):
     if wrapper != "plain":
         assert isinstance(prepared, torch.optim.Optimizer)
     other, own, _ = _trained(lambda optimizer: optimizer)
-    assert find_inner_optimizer(prepared) is optimizer
+    assert unwrap_optimizer(prepared) is optimizer
     assert TAKES[kind](model, prepared) == TAKES[kind](other, own)
 
 
@@ -125,8 +125,8 @@ def test_an_optimizer_with_another_inside_is_itself():
             self.optimizer, self.param_groups = optimizer, optimizer.param_groups
 
     outer = Lookahead(optimizer)
-    assert find_inner_optimizer(outer) is outer
-    assert find_inner_optimizer(Accelerated) is Accelerated
+    assert unwrap_optimizer(outer) is outer
+    assert unwrap_optimizer(Accelerated) is Accelerated
 
 
 def test_what_is_not_ours_is_refused_by_name():

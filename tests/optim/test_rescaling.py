@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
-from halfulp.optim.step._scales import SCALE_WINDOW_BY_DTYPE
+from halfulp.optim.step._scales import PAYLOAD_BINADE_WINDOW_BY_DTYPE
 from halfulp.scaled import ScaledTensor
 
 from .. import samples
@@ -130,7 +130,7 @@ def walk(update, dtype, factors, seed, chosen="reference", steps=3):
     model, store, low = (
         torch.nn.ParameterList(parameters),
         PAYLOAD_STORE_BY_DTYPE[dtype],
-        SCALE_WINDOW_BY_DTYPE[dtype][0],
+        PAYLOAD_BINADE_WINDOW_BY_DTYPE[dtype][0],
     )
     rounding = (
         0.5 if not own.list_random_bits_per_draw(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0

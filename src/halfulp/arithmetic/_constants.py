@@ -48,7 +48,7 @@ def compute_log(base: int) -> Any:
 
 @functools.cache
 def compute_pi() -> Any:
-    """Return pi."""
+    """Return pi as an mpmath number."""
     return +make_mpmath_context().pi
 
 

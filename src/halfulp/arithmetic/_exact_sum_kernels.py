@@ -33,7 +33,7 @@ FORMAT_BY_ELEMENT_DTYPE = {
 WORD_DTYPE_BY_BITS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 WINDOW_BITS = 16
 _MOST_LIMBS_OPTIMIZED = 32  # those of float64 would take LLVM 5 to 30 s, and run up to a quarter faster
-_HEAD_BITS = 62  # bits of the leading part that is rounded
+_LEADING_BITS = 62  # bits of the leading part that is rounded
 _EXPONENT_OFFSET = 4096  # added to exponents, so that they are words
 _LOADS_BY_BITS: dict[int, Any] = {16: o.load16, 32: o.load32, 64: o.load64}
 _STORES_BY_BITS: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
@@ -88,7 +88,7 @@ class _IntegerTerm(NamedTuple):
     nan: Any
 
 
-def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
+def _load_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
     word = _LOADS_BY_BITS[layout.bits](array, index)
     top = o.high_word(word) if layout.bits == 64 else word
     width = min(layout.bits, 32)
@@ -117,17 +117,17 @@ def _multiply_terms(layout: Format, a: _IntegerTerm, b: _IntegerTerm) -> tuple[_
         nan=nan,
     )
     if layout.bits < 64:
-        return product, _cut_integer(o.mul(a.integer, b.integer), 24, 1 if layout.bits == 16 else 2)
+        return product, _split_integer(o.mul(a.integer, b.integer), 24, 1 if layout.bits == 16 else 2)
     low = (1 << 26) - 1
     (high_a, low_a), (high_b, low_b) = ((o.shr(x.integer, 26), o.bit_and(x.integer, low)) for x in (a, b))
     lowest = o.mul(low_a, low_b)
     middle = o.add(o.add(o.mul(high_a, low_b), o.mul(low_a, high_b)), o.shr(lowest, 26))
     highest = o.add(o.mul(high_a, high_b), o.shr(middle, 26))
-    top = [(part, place + 52) for part, place in _cut_integer(highest, 26, 2)]
+    top = [(part, place + 52) for part, place in _split_integer(highest, 26, 2)]
     return product, [(o.bit_and(lowest, low), 0), (o.bit_and(middle, low), 26), *top]
 
 
-def _cut_integer(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
+def _split_integer(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
     """Split an integer after every so many bits."""
     found = [(o.shr(whole, bits * k) if k else whole, bits * k) for k in range(count)]
     return [(o.bit_and(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
@@ -144,8 +144,8 @@ def make_term_adding_kernel(
     """
     layout, element = FORMAT_BY_ELEMENT_DTYPE[dtype], ElementTraceBuilder(3 if product else 2)
     *arrays, counters = element.arrays
-    term, *other = (_read_term(layout, array, element.index) for array in arrays)
-    parts = _cut_integer(term.integer, 26, 2 if layout.bits == 64 else 1)
+    term, *other = (_load_term(layout, array, element.index) for array in arrays)
+    parts = _split_integer(term.integer, 26, 2 if layout.bits == 64 else 1)
     if other:
         term, parts = _multiply_terms(layout, term, other[0])
     special, minus_zero = term.infinite | term.nan, (term.integer == 0) & term.negative
@@ -177,7 +177,7 @@ def count_block_elements(dtype: torch.dtype, product: bool) -> int:
     return 512 if product and dtype == torch.float64 else 2048
 
 
-def get_cut_counts_for_near_and_far_terms(dtype: torch.dtype, product: bool) -> tuple[int, int]:
+def get_near_and_far_cut_counts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
     """Return how often terms are cut that are near each other, and how often those that are not."""
     return (2, 5) if product and dtype == torch.float64 else (1, 4)
 
@@ -327,15 +327,15 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     zero = (first == 1) & (top == 0) & (digits[0] == 0)
     # A float64 of an integer shows its length in its exponent.
     length = o.sub(o.shr(o.word(o.real(o.bit_or(first, 1075 << 52)) - np.float64(2.0**52)), 52), 1022)
-    spread, beyond = o.shl(second, _HEAD_BITS - LIMB_BITS), o.add(length, 2)
-    head = o.shl(first, o.sub(np.uint64(_HEAD_BITS), length))
+    spread, beyond = o.shl(second, _LEADING_BITS - LIMB_BITS), o.add(length, 2)
+    head = o.shl(first, o.sub(np.uint64(_LEADING_BITS), length))
     head = o.add(head, o.add(o.shr(spread, length), o.shr(third, beyond)))
     lost = o.bit_or(o.bit_and(spread, _make_low_mask(length)), o.bit_or(o.bit_and(third, _make_low_mask(beyond)), rest))
     # Below 62 bits it matters only whether there is anything.
     head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
     exponent = o.add(o.add(o.shl(top, 5), length), reach.lowest_exponent - 1 + _EXPONENT_OFFSET)
     infinity = np.uint64(_get_all_ones_exponent_field(layout) << layout.mantissa_bits)
-    bits = _round_head(layout, head, exponent)
+    bits = _round_leading_bits(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
     bits = select(special, infinity, select(zero, _WORD_ZERO, bits))
@@ -345,12 +345,12 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     return select(plus & minus, nan, bits)
 
 
-def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
+def _round_leading_bits(layout: Format, head: Any, exponent: Any) -> Any:
     """Return the bits of the number nearest to head * 2^(exponent - _EXPONENT_OFFSET - 61); the head has 62 bits."""
     lowest = np.uint64(layout.emin + _EXPONENT_OFFSET)
     under_normal = select(exponent < lowest, o.sub(lowest, exponent), _WORD_ZERO)
     under_normal = select(under_normal > layout.precision + 1, np.uint64(layout.precision + 1), under_normal)
-    drop = o.add(under_normal, _HEAD_BITS - layout.precision)
+    drop = o.add(under_normal, _LEADING_BITS - layout.precision)
     kept, cut, half = o.shr(head, drop), o.bit_and(head, _make_low_mask(drop)), o.shl(_WORD_ONE, o.sub(drop, 1))
     up = (cut > half) | ((cut == half) & (o.bit_and(kept, 1) == 1))
     kept = o.add(kept, select(up, _WORD_ONE, _WORD_ZERO))

@@ -35,7 +35,7 @@ from ._exact_sum_kernels import (
     WORD_DTYPE_BY_BITS,
     LimbRange,
     count_block_elements,
-    get_cut_counts_for_near_and_far_terms,
+    get_near_and_far_cut_counts,
     make_block_summing_kernel,
     make_carry_and_rounding_kernel,
     make_term_adding_kernel,
@@ -71,7 +71,7 @@ def _sum_on_engine(engine: str, operands: Operands, reach: LimbRange, dtype: tor
     rows, columns = operands[0].shape
     step = min(_MOST_ROWS_AT_ONCE, max(1, _MOST_ELEMENTS_AT_ONCE_BY_ENGINE[engine] // max(1, columns)))
     parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
-    made = [_round_windows(engine, _fill_windows(engine, part, reach), reach, dtype) for part in parts]
+    made = [_round_windows(engine, _add_terms_to_windows(engine, part, reach), reach, dtype) for part in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
@@ -92,13 +92,13 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
 # terms into windows ------------------------------------------------------------------------------------------
 
 
-def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> WindowCounters:
+def _add_terms_to_windows(engine: str, operands: Operands, reach: LimbRange) -> WindowCounters:
     """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
     columns, step = operands[0].shape[1], _MOST_ELEMENTS_AT_ONCE_BY_ENGINE[engine]
     fill: Callable[..., WindowCounters] = {
-        "llvm": _fill_windows_by_blocks,
-        "triton": _fill_windows_by_triton,
-        "reference": _fill_windows_by_torch,
+        "llvm": _add_to_windows_by_blocks,
+        "triton": _add_to_windows_by_triton,
+        "reference": _add_to_windows_by_torch,
     }[engine]
     found = fill([x[:, :step] for x in operands], reach)
     if columns > step:
@@ -118,7 +118,7 @@ def _propagate_carries(windows: WindowCounters) -> WindowCounters:
     return windows
 
 
-def _fill_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor:
+def _add_to_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor:
     first = operands[0]
     counters = torch.zeros(len(first), reach.counter_count + 1, dtype=torch.int64, device=first.device)
     if first.numel():
@@ -128,7 +128,7 @@ def _fill_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor
     return counters
 
 
-def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tensor:
+def _add_to_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tensor:
     (rows, columns), first, words = operands[0].shape, operands[0], reach.counter_count + 1
     begin = np.arange(0, columns, CHUNK_ELEMENTS)
     several = _COUNTERS_PER_ROW if len(begin) > 1 else 1
@@ -147,7 +147,7 @@ def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tenso
     return counters[:, 0] if several == 1 else _propagate_carries(counters).sum(1)
 
 
-def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
+def _add_to_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     row, nothing = np.arange(rows), np.zeros(rows, np.int64)
     # A short row is one block that is not full.
@@ -158,7 +158,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     rest = columns if has_few else columns % size
     begin = np.arange(0, columns - rest, size)
     if rest:
-        found = _fill_windows_of_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
+        found = _add_pieces_to_windows(operands, reach, row, nothing + columns - rest, nothing + rest)
     if rest == columns:
         return found
     found = _propagate_carries(found)
@@ -166,7 +166,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
     pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
-    for cuts in get_cut_counts_for_near_and_far_terms(dtype, product):
+    for cuts in get_near_and_far_cut_counts(dtype, product):
         table, left = make_block_summing_kernel(dtype, product, cuts, size < whole), cut[lost]
         sums = np.empty((len(left), table.sum_column_count))
         given = get_array_address(left), get_array_address(pointers), 0, 0, 0, get_array_address(sums)
@@ -176,7 +176,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
         parts = np.zeros((rows, len(begin), cuts + 1))
         parts[lost] = sums[:, : cuts + 1]
         all_parts = torch.from_numpy(parts.reshape(rows, -1))
-        found += _propagate_carries(_fill_windows_of_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        found += _propagate_carries(_add_pieces_to_windows([all_parts], reach, row, nothing, nothing + parts[0].size))
         np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
         lost[lost] = failed
         if not failed.any():
@@ -187,11 +187,11 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     edge = np.arange(len(begin) + 1) * size % _PIECE_LENGTH == 0
     (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
     length = (end + 1 - start) * size
-    np.add.at(found, row, _propagate_carries(_fill_windows_of_pieces(operands, reach, row, begin[start], length)))
+    np.add.at(found, row, _propagate_carries(_add_pieces_to_windows(operands, reach, row, begin[start], length)))
     return found
 
 
-def _fill_windows_of_pieces(
+def _add_pieces_to_windows(
     operands: Operands, reach: LimbRange, row: np.ndarray, begin: np.ndarray, length: np.ndarray
 ) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""

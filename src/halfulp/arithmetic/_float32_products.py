@@ -41,7 +41,7 @@ def read_operator_name(function: Callable[..., Any] | str) -> str:
 
 # Products that stay torch's: elementwise ones, which add nothing up; sparse ones; those that torch refuses, or takes in
 # part, in 16 bits. Whole attention is a function in Python, whose products come here one by one.
-_UNWIDENED_PRODUCT_NAMES = {
+_PRODUCTS_LEFT_NARROW = {
     *("addr", "outer", "ger", "kron", "linalg_vecdot"),
     *("smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm"),
     *("cdist", "matrix_power", "_scaled_mm", "_grouped_mm", "multi_head_attention_forward"),
@@ -59,7 +59,7 @@ _TORCH_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, tor
 NAME_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
     for holder in _TORCH_NAMESPACES
-    for name in sorted((PRODUCT_FUNCTION_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES)
+    for name in sorted((PRODUCT_FUNCTION_NAMES | RECURRENT_CELL_NAMES) - _PRODUCTS_LEFT_NARROW)
     if callable(getattr(holder, name, None))
 }
 _autograd: Any = torch._C._autograd
@@ -177,11 +177,11 @@ class _SavedOperands:
         view = None if source is None else (stride, kept.size(), kept.stride(), offset)
         held = kept if source is None else source
         if self._outer is not None:
-            return _SavedTensor(self._outer[0](held), view, None)
+            return _PackedTensor(self._outer[0](held), view, None)
         held = held.detach()
-        return _SavedTensor(held, view, None if view is None or held.is_inference() else held._version)
+        return _PackedTensor(held, view, None if view is None or held.is_inference() else held._version)
 
-    def unpack_tensor(self, kept: _SavedTensor) -> Tensor:
+    def unpack_tensor(self, kept: _PackedTensor) -> Tensor:
         """Return the tensor that was packed, unless an operand was written into since."""
         held = kept.tensor if self._outer is None else self._outer[1](kept.tensor)
         if kept.view is None:
@@ -199,7 +199,7 @@ class _SavedOperands:
         return wide.as_strided(*view)
 
 
-class _SavedTensor(NamedTuple):
+class _PackedTensor(NamedTuple):
     """A tensor as autograd holds it: itself, or a narrow operand and which view of its float32 copy was meant."""
 
     tensor: Any

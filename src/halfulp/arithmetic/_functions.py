@@ -43,8 +43,8 @@ from ._operators import (
     set_special_values,
     set_zero_signs,
     sum_terms,
-    take_root,
-    take_root_with_scaling,
+    take_square_root,
+    take_square_root_with_scaling,
     two_product,
     two_sum,
 )
@@ -59,7 +59,7 @@ def make_constants(like, values) -> Terms:
     return [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
 
 
-def look_up_terms(tables: list[tuple[float, ...]], index, n: int) -> Terms:
+def gather_table_terms(tables: list[tuple[float, ...]], index, n: int) -> Terms:
     """n components of a table's entry."""
     return [gather(tables[i], index) for i in range(n)]
 
@@ -97,7 +97,7 @@ def split_exp_into_exponent_and_fraction(x: Terms, n: int) -> tuple[Value, Terms
     steps = [-(k * c) for c in make_constants(k, pieces)]
     r = distill_terms(_interleave_terms([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
-    e = look_up_terms(constants.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
+    e = gather_table_terms(constants.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
     count = count_series_terms(n, 8.5, lambda k: math.factorial(k + 1))
     h = evaluate_series(r, [Fraction(1, math.factorial(k + 1)) for k in range(count)], n, 8.5)
     p = multiply(r, h, n)  # e^r - 1 for |r| <= log(2) / 256
@@ -157,7 +157,7 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     r = distill_terms([products[0], *make_constants(c, [-1.0]), *products[1:]], n)
     pieces = constants.split_into_bit_chunks(constants.compute_log(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in make_constants(c, pieces)]
-    near = look_up_terms(constants.make_reciprocal_and_log_tables()[1], index, n + 1)
+    near = gather_table_terms(constants.make_reciprocal_and_log_tables()[1], index, n + 1)
     return distill_terms(_interleave_terms(_interleave_terms(whole, near), _evaluate_small_log1p(r, n)), n)
 
 
@@ -226,7 +226,7 @@ def asinh(x: Terms, n: int) -> Terms:
     large = size[0] > 2.0**120  # from here on sqrt(a^2 + 1) is a to all components
     near = [select(large, zero, t) for t in size]
     square = multiply(near, near, n)
-    below = add(take_root(add(square, [one], n), n), [one], n)
+    below = add(take_square_root(add(square, [one], n), n), [one], n)
     total = distill_terms([one, *add(near, divide(square, below, n), n)], n + 1)
     padded = list(size[: n + 1]) + [zero] * (n + 1 - len(size))
     made = evaluate_log(_select_terms(large, padded, total), n, more=select(large, one, zero))
@@ -306,7 +306,7 @@ def _find_index_sine_and_cosm1(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
 
 def _rotate_table_entry(tables: tuple, index, along: Terms, across: Terms, n: int, sign: float) -> Terms:
     """a + (a (cos r - 1) + sign b sin r) for a and b from the tables."""
-    a, b = look_up_terms(tables[0], index, n), look_up_terms(tables[1], index, n)
+    a, b = gather_table_terms(tables[0], index, n), gather_table_terms(tables[1], index, n)
     rest = add(multiply(a, along, n), scale_terms(multiply(b, across, n), sign), n)
     return add(a, rest, n)
 
@@ -363,7 +363,7 @@ EXPANSION_FUNCTION_BY_NAME: dict[str, ExpansionFunction] = {
     "sub": ExpansionFunction(2, lambda x, y, n: set_zero_signs(x[0] - y[0], add(x, negate(y), n)), True),
     "mul": ExpansionFunction(2, lambda x, y, n: set_zero_signs(x[0] * y[0], multiply(x, y, n)), True),
     "div": ExpansionFunction(2, divide_with_scaling, True),
-    "sqrt": ExpansionFunction(1, take_root_with_scaling, True),
+    "sqrt": ExpansionFunction(1, take_square_root_with_scaling, True),
     "reciprocal": ExpansionFunction(
         1, lambda x, n: divide_with_scaling([select(is_finite(x[0]), x[0], 0.0) * 0.0 + 1.0], x, n), True
     ),

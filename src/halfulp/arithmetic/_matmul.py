@@ -54,7 +54,7 @@ from ._reductions import total
 _MOST_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
 
 
-def _compute_single_entries(
+def _compute_entries_alone(
     a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
 ) -> Parts:
     """Compute single entries of a @ b, given by one index tensor per dimension."""
@@ -166,7 +166,7 @@ def find_largest_magnitude(x: torch.Tensor) -> float:
     return max(-float(x.amin()), float(x.amax()))
 
 
-def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
+def split_into_float16_components(x: torch.Tensor, factor: float, components: int) -> Parts:
     """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
     written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
     _make_float16_splitting_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
@@ -387,7 +387,7 @@ def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
         uncovered = missed if uncovered is None else uncovered if missed is None else uncovered | missed
     if uncovered is not None:
         entries = uncovered.nonzero(as_tuple=True)
-        for target, value in zip(known, _compute_single_entries(a, b, entries, components, dtype), strict=True):
+        for target, value in zip(known, _compute_entries_alone(a, b, entries, components, dtype), strict=True):
             target[entries] = value
     return known
 

@@ -177,11 +177,11 @@ def divide(x: Terms, y: Terms, n: int) -> Terms:
 
 
 @record_out_of_line
-def take_root(x: Terms, n: int) -> Terms:
+def take_square_root(x: Terms, n: int) -> Terms:
     """Return the square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]
     if n == 1:
-        return digits if len(x) == 1 else take_root(x, 2)[:1]
+        return digits if len(x) == 1 else take_square_root(x, 2)[:1]
     # Behind the root of zero follow zeros.
     twice = select(digits[0] == 0.0, digits[0] * 0.0 + 1.0, digits[0] + digits[0])
     if n == 2:
@@ -205,11 +205,11 @@ def divide_with_scaling(x: Terms, y: Terms, n: int) -> Terms:
     )
 
 
-def take_root_with_scaling(x: Terms, n: int) -> Terms:
+def take_square_root_with_scaling(x: Terms, n: int) -> Terms:
     """Return the square root for all operands; NaN below zero."""
     scaled_x, k = center_exponents(x)
     plain = square_root(scaled_x[0])
-    digits = take_root(scaled_x, n)
+    digits = take_square_root(scaled_x, n)
     return set_special_values(
         scale_by_power_of_two(plain, k * 0.5), [scale_by_power_of_two(t, k * 0.5) for t in digits]
     )

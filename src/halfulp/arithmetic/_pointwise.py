@@ -108,7 +108,7 @@ def _add_bfloat16_pairs(x: Terms, y: Terms) -> Terms:
     s, e = two_sum(a, b)
     v, w = fast_two_sum(s, e + (left_a + left_b))
     sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN_MASK)
-    first, second, doubt = _round_to_bfloat16_pair(v, w, left_a, left_b, v == 0.0)
+    first, second, doubt = _round_to_bfloat16_pair_with_doubt(v, w, left_a, left_b, v == 0.0)
     return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
 
 
@@ -119,7 +119,7 @@ def _multiply_bfloat16_pairs(x: Terms, y: Terms) -> Terms:
     sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN_MASK)
     # A product that float32 takes for 0 leaves the sign of a second component to the network.
     is_zero = (v == 0.0) & ((a == 0.0) | (b == 0.0))
-    first, second, doubt = _round_to_bfloat16_pair(v, w, left_a, left_b, is_zero)
+    first, second, doubt = _round_to_bfloat16_pair_with_doubt(v, w, left_a, left_b, is_zero)
     return [real(bit_or(bit_and(word(first), _BFLOAT16_MASK ^ _SIGN_MASK), sign)), second, doubt]
 
 
@@ -134,7 +134,7 @@ def _renormalize_pair(x: Terms) -> tuple[Any, Any]:
     return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
 
 
-def _round_to_bfloat16_pair(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
+def _round_to_bfloat16_pair_with_doubt(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
     """Round v + w to two bfloat16; say where they may be others, as other bits are lost or the range ends."""
     first = _round_to_bfloat16(v)
     rest = (v - first) + w
@@ -333,7 +333,7 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
     return written
 
 
-def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
+def run_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
     """`pointwise` of two contiguous operands of one shape, dtype and number of components, and a result of these.
 
     In half the steps: small operators take as long as their steps in Python.
@@ -355,7 +355,7 @@ def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
 
 @functools.cache
 def _make_kernels_for_like_operands(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
-    """Return the kernels of `evaluate_on_like_operands`."""
+    """Return the kernels of `run_on_like_operands`."""
     return make_pointwise_kernels(name, ((dtype, components),) * 2, components, dtype)
 
 

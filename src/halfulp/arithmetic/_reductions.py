@@ -117,7 +117,7 @@ def _reduce_dims(kind: str, parts: Parts, dims: Sequence[int], components: int, 
     shape, dtype = parts[0].shape, parts[0].dtype
     after = find_result_shape(shape, dims, keepdim)
     matrices, sizes = _view_as_matrices(parts, dims)
-    made = _reduce_columns(kind, matrices, sizes, components, dtype, after)
+    made = _reduce_rows(kind, matrices, sizes, components, dtype, after)
     if made[0].device.type == "cpu" and _is_finite(made[0]):  # nobody waits for a CPU
         return made
     head = matrices[0].view(sizes)
@@ -125,7 +125,7 @@ def _reduce_dims(kind: str, parts: Parts, dims: Sequence[int], components: int, 
     if kind != "prod" or dtype == torch.float64:
         return _restore_special_values(made, plain)
     # A product that leaves float64's range does so in another place than one that only its components cannot hold.
-    wide = _reduce_columns(
+    wide = _reduce_rows(
         kind, matrices, sizes, _count_accumulator_components(dtype, len(parts), components), torch.float64, after
     )
     mended = pointwise("renormalize", _restore_special_values(wide, plain), components=components, dtype=dtype)
@@ -167,7 +167,7 @@ def _restore_special_values(made: Parts, plain: torch.Tensor) -> Parts:
     return (first, *(torch.where(lost, 0.0, part) for part in made[1:]))
 
 
-def _reduce_columns(
+def _reduce_rows(
     kind: str, parts: Parts, sizes: tuple[int, int, int], components: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> Parts:
     """Reduce every column of (matrices, rows, columns); return the results in a shape."""
@@ -177,15 +177,15 @@ def _reduce_columns(
     reduction = _Reduction(kind, stored, count, width, True, components, dtype)
     several = _count_rows_side_by_side(rows, columns)
     if rows * columns <= _LARGE_MATRIX_ELEMENTS:
-        return _reduce_segments(reduction, parts, _ReadingOrder(sizes, rows, 1, several, rows), shape)
+        return _reduce_segments(reduction, parts, _SegmentLayout(sizes, rows, 1, several, rows), shape)
     length = max(2, _SEGMENT_ELEMENTS // (BLOCK_ROWS * several * columns)) * BLOCK_ROWS * several
     segments = -(-rows // length)
     inner = reduction._replace(kind="prod" if kind == "prod" else "sum", components=width, dtype=torch.float64)
     first = _reduce_segments(
-        inner, parts, _ReadingOrder(sizes, length, segments, several, rows), (many * segments, columns)
+        inner, parts, _SegmentLayout(sizes, length, segments, several, rows), (many * segments, columns)
     )
     outer = reduction._replace(stored=torch.float64, inputs=width, raw=False)
-    cut = _ReadingOrder((many, segments, columns), segments, 1, _count_rows_side_by_side(segments, columns), rows)
+    cut = _SegmentLayout((many, segments, columns), segments, 1, _count_rows_side_by_side(segments, columns), rows)
     return _reduce_segments(outer, first, cut, shape)
 
 
@@ -194,7 +194,7 @@ def _count_rows_side_by_side(rows: int, columns: int) -> int:
     return LANES_OF_NARROW_MATRIX if columns == 1 else max(1, min(LANES_OF_NARROW_MATRIX // max(columns, 1), rows))
 
 
-class _ReadingOrder(NamedTuple):
+class _SegmentLayout(NamedTuple):
     """The order in which a kernel reads its matrices."""
 
     sizes: tuple[int, int, int]  # matrices, rows and columns
@@ -279,7 +279,7 @@ class _Reduction(NamedTuple):
         return 1.0 if self.kind == "prod" else 0.0
 
 
-def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, shape: Sequence[int]) -> Parts:
+def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _SegmentLayout, shape: Sequence[int]) -> Parts:
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
@@ -326,7 +326,7 @@ def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
 
 
 def _run_on_triton(
-    reduction: _Reduction, kernel: ReductionKernel, parts: Sequence[torch.Tensor], cut: _ReadingOrder
+    reduction: _Reduction, kernel: ReductionKernel, parts: Sequence[torch.Tensor], cut: _SegmentLayout
 ) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     shape = cut.sizes[0] * cut.segments, cut.sizes[2]
@@ -335,10 +335,10 @@ def _run_on_triton(
     return tuple(made)
 
 
-def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder, list[torch.Tensor]]]:
+def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_SegmentLayout, list[torch.Tensor]]]:
     """Yield fixed matrices of one, a few and many columns, on which a kernel is compared with its reference."""
     for columns in (1, 5, LANES_OF_NARROW_MATRIX + 3):
-        cut = _ReadingOrder((2, 75, columns), 50, 2, _count_rows_side_by_side(75, columns), 75)
+        cut = _SegmentLayout((2, 75, columns), 50, 2, _count_rows_side_by_side(75, columns), 75)
         made = []
         for k in range(reduction.inputs):
             ramp = torch.linspace(-1, 1, math.prod(cut.sizes), dtype=torch.float64, device="cpu").roll(31 * k)
@@ -347,7 +347,7 @@ def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder
 
 
 @keeping_subnormals()
-def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _ReadingOrder) -> Parts:
+def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _SegmentLayout) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     length, wide = cut.length, [part.reshape(cut.sizes).double() for part in parts]
     pieces_of = [[part[:, k * length : (k + 1) * length] for part in wide] for k in range(cut.segments)]
@@ -357,7 +357,7 @@ def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], c
     return tuple([part.to(reduction.dtype).flatten(0, 1) for part in terms])
 
 
-def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], cut: _ReadingOrder) -> Terms:
+def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], cut: _SegmentLayout) -> Terms:
     """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)

@@ -10,7 +10,7 @@ from ..formats._catalog import get_signed
 from ..kernels import to_plain_memory
 from ..rounding import Nearest, Rounding, Stochastic, get_rounding, mix64
 from ..rounding._kernels import round_into as run_kernel
-from ..rounding._modes import draw_key
+from ..rounding._modes import draw_random_key
 from ..rounding._quantize import encode_target, find_target
 from ..rounding._target import Target
 
@@ -79,7 +79,7 @@ class Rounder:
 
     def _round_into(self, x: Tensor, target: Target, out: Tensor) -> None:
         """Round x into out, which may be x, by the kernel itself: callers are below autograd or without gradients."""
-        key = mix64(draw_key(), 0) if isinstance(self.rounding, Stochastic) else 0
+        key = mix64(draw_random_key(), 0) if isinstance(self.rounding, Stochastic) else 0
         if x.is_contiguous() and out.is_contiguous():
             run_kernel(x, target, key, out)
             return

@@ -37,7 +37,7 @@ _LINEAR_OPERATOR_NAMES = {
     *("_fft_r2c", "_fft_c2r", "_fft_c2c", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy"),
 }
 # Arguments that may be a number, and then fill in or are added: zero alone is linear.
-_FILL_VALUE_POSITIONS_BY_OPERATOR = {
+_LINEAR_ONLY_IF_ZERO_POSITIONS_BY_OPERATOR = {
     **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
     **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,), "index_fill": (3,)},
 }
@@ -90,7 +90,7 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
     if name not in _LINEAR_OPERATOR_NAMES:
         return "other"
-    fill_values = [node.args[i] for i in _FILL_VALUE_POSITIONS_BY_OPERATOR.get(name, ()) if i < len(node.args)]
+    fill_values = [node.args[i] for i in _LINEAR_ONLY_IF_ZERO_POSITIONS_BY_OPERATOR.get(name, ()) if i < len(node.args)]
     fills = any(isinstance(x, int | float) and x != 0 for x in [*fill_values, node.kwargs.get("value", 0)])
     tensors = [x for x in node.all_input_nodes if _is_tensor_node(x) and is_floating_tensor(x)]
     only_gradients = all(x in gradients or _is_made_of_zeros(x) for x in tensors)
@@ -133,7 +133,7 @@ def _is_made_of_zeros(node: object) -> bool:
     one = (
         len(node.all_input_nodes) == 1
         and name in _LINEAR_OPERATOR_NAMES
-        and name not in _FILL_VALUE_POSITIONS_BY_OPERATOR
+        and name not in _LINEAR_ONLY_IF_ZERO_POSITIONS_BY_OPERATOR
     )
     return one and _is_made_of_zeros(node.all_input_nodes[0])
 

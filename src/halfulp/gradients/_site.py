@@ -422,29 +422,29 @@ class LossGradientFollower:
         binade = self._global_site.reference_binade
         return binade - max(self.host_binades) if self.host_binades and binade is not None and self.is_active else 0
 
-    def update_reference_binade(self, narrow: bool, floor: int, ceiling: int) -> None:
+    def update_reference_binade(self, has_narrow_gradients: bool, min_exponent: int, max_exponent: int) -> None:
         """Make this iteration's largest loss gradient the reference, as far as exponents allow."""
         known = self._global_site.reference_binade
-        if not (self.host_binades and self.is_enabled and (narrow or known is not None)):
+        if not (self.host_binades and self.is_enabled and (has_narrow_gradients or known is not None)):
             return
         largest = max(self.host_binades)
         if known is None:
             self._sites.set_reference_binade(largest)
         elif self.is_active or largest > known:
             own = [site.exponent for site in self._sites.values() if not site.follows_global]
-            most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
+            most, least = max(0, min(own) - min_exponent), min(0, max(own) - max_exponent)
             self._sites.set_reference_binade(known + max(least, min(most, largest - known)))
 
     def rescale_gradient_between_sites(self, gradient: Tensor, receiver: Site, sender: Site) -> Tensor:
         """Return a gradient stored at ``sender``'s exponent, multiplied to ``receiver``'s; strides are kept."""
-        return self.multiply_by_power_and_lift(gradient, *self.find_move_exponent_and_lift_sign(receiver, sender))
+        return self.multiply_by_power_with_lift(gradient, *self.find_move_exponent_and_lift_sign(receiver, sender))
 
     def find_move_exponent_and_lift_sign(self, receiver: Site, sender: Site) -> tuple[int, int]:
         """Return the power of two from ``sender`` to ``receiver``, and how often the lift counts: 1, 0 or -1."""
         sign = sender.follows_global - receiver.follows_global if self.is_enabled else 0
         return receiver.exponent - sender.exponent, sign
 
-    def multiply_by_power_and_lift(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
+    def multiply_by_power_with_lift(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """Return a gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._reached_output_count += 1

@@ -20,7 +20,7 @@ import torch
 
 from .. import optim
 from ..gradients import AdaptiveGradScaler
-from ..optim._optimizer import find_inner_optimizer
+from ..optim._optimizer import unwrap_optimizer
 from ..recipes import Recipe as _Recipe
 from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
@@ -159,4 +159,4 @@ class Precision(_lightning_package.Callback):
                 one.train(is_training)
 
     def _list_optimizers(self, trainer: Any) -> list[torch.optim.Optimizer]:
-        return [find_inner_optimizer(one) for one in trainer.optimizers]
+        return [unwrap_optimizer(one) for one in trainer.optimizers]

@@ -28,8 +28,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .. import optim
 from .._names import describe_unknown_name
 from ..optim._group_options import read_default_arguments
-from ..optim._optimizer import find_inner_optimizer
-from ..optim.parameters._random_identity import strip_wrapper_names
+from ..optim._optimizer import unwrap_optimizer
+from ..optim.parameters._random_identity import strip_wrapper_prefixes
 from ..pages import write_file_atomically
 from ..recipes import contract
 from ..recipes._contract import Contract
@@ -49,7 +49,7 @@ def _make_optimizer(rule: str, decay: float, model: torch.nn.Module, /, **option
     # Which names decay depends on the model alone, and not on a Trainer.
     decaying = set(Trainer.get_decay_parameter_names(object.__new__(Trainer), model))
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (decay, 0.0)]
-    for (name, parameter), plain in zip(trained, strip_wrapper_names(name for name, _ in trained), strict=True):
+    for (name, parameter), plain in zip(trained, strip_wrapper_prefixes(name for name, _ in trained), strict=True):
         groups[name not in decaying]["params"].append((plain, parameter))
     groups = [group for group in groups if group["params"]]
     kind = optim.OPTIMIZERS[rule]
@@ -123,14 +123,14 @@ class PrecisionCallback(TrainerCallback):
         saved = os.path.join(_name_checkpoint_folder(args, state), CONTRACT_FILE_NAME)
         if state.global_step and os.path.exists(saved):
             with open(saved, encoding="utf-8") as file:
-                Contract.from_dict(json.load(file)).check(more["model"], find_inner_optimizer(more["optimizer"]))
+                Contract.from_dict(json.load(file)).check(more["model"], unwrap_optimizer(more["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write both files into the checkpoint's folder."""
         folder = _name_checkpoint_folder(args, state)
         if not (args.should_save and os.path.isdir(folder)):
             return
-        model, stepped = more["model"], find_inner_optimizer(more["optimizer"])
+        model, stepped = more["model"], unwrap_optimizer(more["optimizer"])
         held = contract(model, stepped)
         write_file_atomically(os.path.join(folder, CONTRACT_FILE_NAME), json.dumps(held.to_dict(), indent=1))
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
@@ -145,7 +145,7 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
     ) -> None:
         """Add the share of lost updates to the logs and to the history."""
-        stepped = find_inner_optimizer(more.get("optimizer"))
+        stepped = unwrap_optimizer(more.get("optimizer"))
         if logs is None or not isinstance(stepped, optim.Optimizer):
             return
         seen = stepped.report()

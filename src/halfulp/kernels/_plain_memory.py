@@ -12,7 +12,7 @@ alone. Files hold these numbers: they stay what they are.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def raise_no_plain_memory(x: Tensor, what: str, remedy: str = "give a plain tensor of its values") -> None:
+def raise_no_plain_memory(x: Tensor, what: str, remedy: str = "give a plain tensor of its values") -> NoReturn:
     """Raise TypeError, which says why a tensor has no plain memory and what to do; `remedy` for unknown classes."""
     if x.layout is not torch.strided:
         kind, remedy = f"a {str(x.layout).removeprefix('torch.')} tensor", "give x.to_dense()"

@@ -162,7 +162,8 @@ class Trace:
         """Return a hash of everything recorded."""
         called = [(piece.trace.digest(), piece.results) for piece in self.functions]
         written = sorted(self.stores.items()), self.sums, self.counter_additions
-        return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
+        recorded = self.dtype, self.lines, self.kinds, self.tables, called, written
+        return hashlib.sha256(repr(recorded).encode()).hexdigest()
 
     def _find_instruction_number(self, x: Traced | Number, kind: str) -> int:
         if isinstance(x, Traced):

@@ -35,7 +35,7 @@ SAME_DTYPE_OPERATORS = parse_operators("""
 
 
 def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Return arguments, beside MCTensors of another dtype with all floating tensors as ones of the promoted dtype."""
+    """Make all floating tensors MCTensors of the promoted dtype, where one is an MCTensor and dtypes differ."""
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
     if len({x.dtype for x in tensors}) <= 1 or not any(isinstance(x, MCTensor) for x in tensors):
         return arguments, options

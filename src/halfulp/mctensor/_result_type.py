@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..arithmetic import PRECISION_BY_DTYPE, Parts, pointwise, renormalize
 from ..arithmetic._pointwise import (
     can_evaluate_scaled_operands,
-    evaluate_on_like_operands,
     evaluate_scaled_operands_in_float64,
+    run_on_like_operands,
 )
 from ..subclass._in_backward import (
     COMPONENTS_GRADIENTS_MODE,
@@ -113,7 +113,7 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
     if form is None and len(operands) == 2 and need_no_conversion(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap_components(evaluate_on_like_operands(name, x._parts, y._parts), None, x._gradients)
+            return wrap_components(run_on_like_operands(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)

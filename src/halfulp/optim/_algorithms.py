@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 
 from ._group_options import (
-    NOT_NEGATIVE_OPTIONS,
+    NON_NEGATIVE_OPTIONS,
     OptimizerOptions,
     OptimizerParams,
     check_real_number,
@@ -131,7 +131,7 @@ class AdamW(Adam):
     (torch.bfloat16, ['bias', 'weight'])
     """
 
-    _fixed_options = ("decoupled_weight_decay",)
+    _options_fixed_by_class = ("decoupled_weight_decay",)
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Adagrad(Optimizer):
     >>> opt = hu.optim.Adagrad(torch.nn.Linear(4, 2).bfloat16().parameters(), lr=0.1)
     """
 
-    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "lr_decay")
+    _non_negative_options = (*NON_NEGATIVE_OPTIONS, "lr_decay")
     _rule = ADAGRAD
 
     def __init__(
@@ -193,7 +193,7 @@ class RMSprop(Optimizer):
     >>> opt = hu.optim.RMSprop(torch.nn.Linear(4, 2).bfloat16().parameters(), momentum=0.9)
     """
 
-    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "alpha")
+    _non_negative_options = (*NON_NEGATIVE_OPTIONS, "alpha")
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class NAdam(Optimizer):
     >>> opt = hu.optim.NAdam(torch.nn.Linear(4, 2).bfloat16().parameters(), weight_update="kahan")
     """
 
-    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "momentum_decay")
+    _non_negative_options = (*NON_NEGATIVE_OPTIONS, "momentum_decay")
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class Adafactor(Optimizer):
     (['col_var', 'low_bits', 'row_var', 'step'], 0.9)
     """
 
-    _not_negative_options = ("lr", "weight_decay")
+    _non_negative_options = ("lr", "weight_decay")
     _rule = ADAFACTOR
 
     def __init__(

@@ -26,18 +26,18 @@ from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_IDENTITY_KEYS,
     make_checksum_entries,
-    read_auxiliary_tensors,
-    record_loaded_payload,
+    read_valid_auxiliary_tensors,
+    record_loaded_auxiliary_tensors,
     set_weight,
     wrap_checksums_like_parameter,
 )
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import list_identities, strip_wrapper_names
+from .parameters._random_identity import list_stream_ids, strip_wrapper_prefixes
 from .parameters._state_tensors import (
     STATE_NAME_SUFFIXES,
     STEPS_BEFORE_STATES_KEY,
     check_codec_version,
-    is_auxiliary_name,
+    is_auxiliary_tensor_name,
     set_initial_state_values,
 )
 from .rules._update_rule import StateSlot
@@ -77,13 +77,13 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     _plans: PlanCache
     # The message where a copy would step in another way.
-    _copy_refusal = ""
+    _copy_refusal_message = ""
 
     if TYPE_CHECKING:
 
-        def _find_valid_plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _get_valid_plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _update_edited_groups(self) -> None: ...
-        def _clear_plans(self) -> None: ...
+        def _invalidate_plans(self) -> None: ...
         def _create_caches(self) -> None: ...
         def _check_hyperparameters(self, group: dict[str, Any]) -> None: ...
 
@@ -133,12 +133,15 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _read_auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
         try:
-            plan = self._find_valid_plan(group, position)
+            plan = self._get_valid_plan(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
             return {}
         if plan.payload_version is None:
             return {}
-        return {**dict(zip(plan.spec.auxiliary_names, read_auxiliary_tensors(plan))), **make_checksum_entries(plan)}
+        return {
+            **dict(zip(plan.spec.auxiliary_names, read_valid_auxiliary_tensors(plan))),
+            **make_checksum_entries(plan),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -177,13 +180,13 @@ class CheckpointMixin(torch.optim.Optimizer):
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
-        self._clear_plans()
+        self._invalidate_plans()
         is_own = is_saved_by_halfulp(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._convert_saved_tensors(*one, is_own)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 plans = (self._plans.get(parameter) for parameter in group["params"])
-                if any(plan is not None and plan.spec.draws_bits for plan in plans):
+                if any(plan is not None and plan.spec.draws_random_bits for plan in plans):
                     refuse_other_random_stream_version(f"param group {number}", "the groups of the state_dict", saved)
         except Exception:
             for group, old in zip(self.param_groups, before):
@@ -191,7 +194,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 group.update(old)
             for parameter in self.state.keys() - known:
                 del self.state[parameter]
-            self._clear_plans()
+            self._invalidate_plans()
             raise
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
@@ -202,7 +205,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             held = plan.state
             if not state:  # of a file of torch.optim's, which has no auxiliary tensors: they stay
-                for tensor in plan.stored[len(plan.spec.auxiliary_names) :]:
+                for tensor in plan.stored_tensors[len(plan.spec.auxiliary_names) :]:
                     tensor.zero_()
                 set_initial_state_values(plan.spec, group, plan.tensors)
                 held["step"] = 0
@@ -217,7 +220,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             held.pop(STEPS_BEFORE_STATES_KEY, None)
             if isinstance(begun := state.get(STEPS_BEFORE_STATES_KEY), int) and 0 < begun <= held["step"]:
                 held[STEPS_BEFORE_STATES_KEY] = begun
-            record_loaded_payload(plan, state)
+            record_loaded_auxiliary_tensors(plan, state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -262,7 +265,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         try:
             check_group_options(trial)
             self._check_hyperparameters(trial)
-            identities = list_identities(trial)
+            identities = list_stream_ids(trial)
             is_keyed = all(isinstance(one, int) and 0 <= one < 2**63 for one in identities)
             if len(identities) != len(mine["params"]) or not is_keyed:
                 raise ValueError(
@@ -277,7 +280,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
-        plan = self._find_valid_plan(group, position)
+        plan = self._get_valid_plan(group, position)
         _read_saved_step(state, plan.name)
         fitted: dict[str, Any] = {}
         used = {"step", STEPS_BEFORE_STATES_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_IDENTITY_KEYS}
@@ -296,7 +299,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
-        others = [key for key in foreign if is_auxiliary_name(key) or key.startswith("base.")]
+        others = [key for key in foreign if is_auxiliary_tensor_name(key) or key.startswith("base.")]
         if others:
             raise ValueError(
                 f"state of parameter {plan.name} holds {quote(others)}, which {type(self).__name__} with "
@@ -332,7 +335,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             found[name] = value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             place = places.get(id(tensor))
             if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
-                plan = self._find_valid_plan(*place)
+                plan = self._get_valid_plan(*place)
                 decoded = read_float32_weights([plan])[0]
                 found[name] = wrap_like_dtensor(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
@@ -352,8 +355,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 changed.
         """
         own = model.state_dict(keep_vars=True)
-        names, own = dict(zip(strip_wrapper_names(own), own)), dict(zip(strip_wrapper_names(own), own.values()))
-        state_dict = dict(zip(strip_wrapper_names(state_dict), state_dict.values()))
+        names, own = dict(zip(strip_wrapper_prefixes(own), own)), dict(zip(strip_wrapper_prefixes(own), own.values()))
+        state_dict = dict(zip(strip_wrapper_prefixes(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(
@@ -382,7 +385,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 if id(own[name]) not in places:
                     own[name].copy_(value)
                     continue
-                plan = self._find_valid_plan(*places[id(own[name])])
+                plan = self._get_valid_plan(*places[id(own[name])])
                 value = get_local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
                     given = (np.float64(number) for number in (own[name].scale.item(), compute_finite_amax(value), 0.0))
@@ -398,8 +401,8 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches and hooks."""
-        if self._copy_refusal:
-            raise NotImplementedError(self._copy_refusal)
+        if self._copy_refusal_message:
+            raise NotImplementedError(self._copy_refusal_message)
         self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
@@ -413,7 +416,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._create_caches()
-        self._clear_plans()
+        self._invalidate_plans()
         complete_state_dict: Any = type(self)._complete_state_dict
         self.register_state_dict_post_hook(complete_state_dict)
         for number, group in enumerate(self.param_groups):
@@ -530,7 +533,9 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
-    both = list(zip(strip_wrapper_names(names), strip_wrapper_names(other), strict=True)) if names and other else []
+    both = (
+        list(zip(strip_wrapper_prefixes(names), strip_wrapper_prefixes(other), strict=True)) if names and other else []
+    )
     if by_name:  # one may be the other behind the path of a part of the model
         both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
     differing = [f"{b} for {a}" for a, b in both if a != b]

@@ -16,13 +16,13 @@ from ._checkpoint import copy_as_float32, refuse_other_random_stream_version
 from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import WeightUpdateOptions, check_real_number
 from ._lost_updates import LostUpdateReport
-from ._optimizer import Optimizer, find_halfulp_optimizer
+from ._optimizer import Optimizer, unwrap_halfulp_optimizer
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import get_local, get_payload, wrap_like_dtensor
 from .parameters._narrow_groups import walk_group_parameters
 from .parameters._outside_writes import record_payload_version
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import strip_wrapper_names
+from .parameters._random_identity import strip_wrapper_prefixes
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
@@ -62,7 +62,7 @@ class AverageUpdateOptimizer(ExplicitGradientOptimizer):
     def get_plan_by_average(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
-        return {average: self._find_valid_plan(group, k) for k, average in enumerate(group["params"])}
+        return {average: self._get_valid_plan(group, k) for k, average in enumerate(group["params"])}
 
 
 class EMA:
@@ -115,7 +115,7 @@ class EMA:
         report_interval: int = 50,
     ) -> None:
         check_is_module(model, "EMA")
-        stepping = None if optimizer is None else find_halfulp_optimizer(optimizer, "optimizer=", "leave it out")
+        stepping = None if optimizer is None else unwrap_halfulp_optimizer(optimizer, "optimizer=", "leave it out")
         compute_ema_decay({"decay": decay}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
@@ -129,7 +129,7 @@ class EMA:
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
                 )
-        self._copied = {name: value.detach().clone() for name, value in model.named_buffers()}
+        self._buffer_copies = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
         options: WeightUpdateOptions = {
@@ -161,7 +161,7 @@ class EMA:
                 {self._averages[name]: weight for name, weight in weights.items()}
             )
         for name, value in self.model.named_buffers():
-            self._copied[name] = value.detach().clone()
+            self._buffer_copies[name] = value.detach().clone()
         self.updates += 1
 
     def _read_live_parameters(self) -> dict[str, torch.Tensor]:
@@ -183,7 +183,7 @@ class EMA:
         optimizer: Any = self.optimizer
         for group, position, parameter in () if optimizer is None else walk_group_parameters(optimizer):
             if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
-                plan = optimizer._find_valid_plan(group, position)
+                plan = optimizer._get_valid_plan(group, position)
                 if plan.spec.update.describe_auxiliary_tensors(plan.spec.store):
                     held.append(plan)
         read = {plan.parameter for plan in held}
@@ -204,7 +204,7 @@ class EMA:
         optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
         plans, buffers = self._average_optimizer.get_plan_by_average(), self.model.named_buffers()
-        shown = [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
+        shown = [(buffer, self._buffer_copies[name]) for name, buffer in buffers if name in self._buffer_copies]
         for name, tensor in self._read_live_parameters().items():
             mine = self._averages[name]
             shown.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
@@ -224,7 +224,7 @@ class EMA:
             if id(tensor) in mine:
                 found[name] = _read_float32_weight(plans[mine[id(tensor)]])
             else:
-                found[name] = copy_as_float32(name, self._copied.get(name, tensor))
+                found[name] = copy_as_float32(name, self._buffer_copies.get(name, tensor))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class EMA:
         activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
         buffers.
         """
-        tensors, plans = dict(self._copied), self._average_optimizer.get_plan_by_average()
+        tensors, plans = dict(self._buffer_copies), self._average_optimizer.get_plan_by_average()
         for name, mine in self._averages.items():
             tensors[name] = mine
             tensors |= {f"{name}.{key}": wrap_like_dtensor(value, mine) for key, value in plans[mine].tensors.items()}
@@ -243,7 +243,7 @@ class EMA:
             "updates": self.updates,
             "weight_update": list(updates.values()),
             "random_stream": STREAM_VERSION,
-            "tensors": _rename_to_plain_model(tensors, False),
+            "tensors": _strip_key_prefixes(tensors, False),
         }
 
     @torch.no_grad()
@@ -257,12 +257,12 @@ class EMA:
         if not isinstance(state_dict, Mapping) or not {"updates", "weight_update", "tensors"} <= state_dict.keys():
             raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
         own = self.state_dict()
-        tensors, given = _rename_to_plain_model(own["tensors"]), _rename_to_plain_model(state_dict["tensors"])
+        tensors, given = _strip_key_prefixes(own["tensors"]), _strip_key_prefixes(state_dict["tensors"])
         saved = [find_weight_update(entry) for entry in state_dict["weight_update"]]
         if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
         plans = self._average_optimizer.get_plan_by_average()
-        if any(plan.spec.draws_bits for plan in plans.values()):
+        if any(plan.spec.draws_random_bits for plan in plans.values()):
             refuse_other_random_stream_version("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
@@ -293,9 +293,11 @@ class EMA:
         return f"EMA(decay={group['decay']}, updates={self.updates})\n{self.report()}"
 
 
-def _rename_to_plain_model(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
+def _strip_key_prefixes(
+    tensors: Mapping[str, torch.Tensor], strips_data_parallel: bool = True
+) -> dict[str, torch.Tensor]:
     """Return tensors under their names in the plain model, or as they are where two would have one name."""
-    names = strip_wrapper_names(tensors, parallel)
+    names = strip_wrapper_prefixes(tensors, strips_data_parallel)
     return dict(zip(names if len(set(names)) == len(names) else tensors, tensors.values()))
 
 

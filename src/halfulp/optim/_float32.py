@@ -28,7 +28,7 @@ from ..kernels.vector._machine_function import get_array_address
 from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ..subclass.models._conversion import check_is_module
 from ._storage import Store
-from .parameters._outside_writes import read_auxiliary_tensors
+from .parameters._outside_writes import read_valid_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import NARROW_DTYPES
 from .weight_updates._weight_update import WeightUpdate
@@ -92,7 +92,7 @@ def read_float32_weights(plans: Sequence[ParameterPlan]) -> list[torch.Tensor]:
     out = [torch.empty(own[0].shape, dtype=torch.float32, device=own[0].device) for own in payloads]
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
-        parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]
+        parts = [[*(part.contiguous() for part in payloads[k]), *read_valid_auxiliary_tensors(plans[k])] for k in mine]
         own = [out[k] for k in mine]
         is_on_one_device = len({part.device for held in parts for part in held}) == 1
         engine, kernel = select_engine(own[0].device.type), None

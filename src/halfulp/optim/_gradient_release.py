@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..subclass.models._conversion import check_is_module
 from ..subclass.models._parameter_holders import list_live_data_parallel_modules
-from ._optimizer import Optimizer, find_halfulp_optimizer
+from ._optimizer import Optimizer, unwrap_halfulp_optimizer
 from .parameters._local_tensors import list_payloads
 from .parameters._narrow_groups import walk_group_parameters
 
@@ -26,11 +26,11 @@ class GradientRelease:
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._model = model
-        self._handles: dict[torch.Tensor, RemovableHandle] = {}
+        self._hook_handles: dict[torch.Tensor, RemovableHandle] = {}
         self._group_and_position: dict[torch.Tensor, tuple[dict[str, Any], int]] = {}
         # Other parameters cut from the tensor that a parameter is cut from.
-        self._siblings: dict[torch.Tensor, list[torch.Tensor]] = {}
-        self._is_stepping = self._has_begun = False
+        self._storage_peers: dict[torch.Tensor, list[torch.Tensor]] = {}
+        self._is_stepping = self._has_run_backward = False
         self._attach_hooks()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -40,8 +40,8 @@ class GradientRelease:
             NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since, or hooks of
                 the optimizer's `step`, such as `hu.observe`'s.
         """
-        _refuse_wrappers_and_scalers(self._model, not self._has_begun)
-        self._has_begun = True
+        _refuse_wrappers_and_scalers(self._model, not self._has_run_backward)
+        self._has_run_backward = True
         self._attach_hooks()
         own = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
         of_all = _torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks
@@ -58,22 +58,22 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Take the hooks off: backward leaves gradients again."""
-        for handle in self._handles.values():
+        for handle in self._hook_handles.values():
             handle.remove()
-        self._handles = {}
+        self._hook_handles = {}
 
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
         known, self._group_and_position = self._group_and_position, {}
         for group, position, parameter in walk_group_parameters(self.optimizer):
             self._group_and_position[parameter] = group, position
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step_parameter)
+            if parameter.requires_grad and parameter not in self._hook_handles:
+                self._hook_handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step_parameter)
         if known.keys() != self._group_and_position.keys():
-            self._siblings = _find_parameters_of_one_storage(self._group_and_position)
+            self._storage_peers = _find_storage_peers(self._group_and_position)
         # During a pass fully_shard shows other parameters than its shards.
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._group_and_position)
-        if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
+        if not is_sharded and not any(parameter in self._hook_handles for parameter in self._model.parameters()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
                 "gradient: fully_shard or load_state_dict(assign=True) makes new ones, so call release_gradients after"
@@ -88,8 +88,8 @@ class GradientRelease:
                 "loss.backward(), a scaled loss's too, or released.remove() before; to sum gradients of several "
                 "batches or to clip them, call step() after backward instead"
             )
-        siblings = self._siblings.get(parameter, ())
-        self.optimizer._step_one_parameter(parameter, *self._group_and_position[parameter], siblings)
+        storage_peers = self._storage_peers.get(parameter, ())
+        self.optimizer._step_one_parameter(parameter, *self._group_and_position[parameter], storage_peers)
         parameter.grad = None
 
 
@@ -126,7 +126,7 @@ def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..
     _refuse_wrappers_and_scalers(model, True)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.named_parameters())
-    own = find_halfulp_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
+    own = unwrap_halfulp_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     if not own._can_step_one_parameter:
         raise NotImplementedError(
             f"{type(own).__name__} steps all parameters together: call step() after backward, or take an optimizer of "
@@ -135,7 +135,7 @@ def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..
     return GradientRelease(model, own)
 
 
-def _find_parameters_of_one_storage(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, list[torch.Tensor]]:
+def _find_storage_peers(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, list[torch.Tensor]]:
     """Return, of each parameter that shares its storage, the others of this storage."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -144,10 +144,10 @@ def _find_parameters_of_one_storage(parameters: Iterable[torch.Tensor]) -> dict[
     return {parameter: [one for one in members if one is not parameter] for members in shared for parameter in members}
 
 
-def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:
+def _refuse_wrappers_and_scalers(model: torch.nn.Module, refuses_data_parallel: bool) -> None:
     """Refuse DistributedDataParallel and gradient scalers, which change gradients after backward."""
-    held = {id(parameter) for parameter in model.parameters()} if with_wrappers else set()
-    for module in list_live_data_parallel_modules() if with_wrappers else ():
+    held = {id(parameter) for parameter in model.parameters()} if refuses_data_parallel else set()
+    for module in list_live_data_parallel_modules() if refuses_data_parallel else ():
         if any(id(parameter) in held for parameter in module.parameters()):
             raise NotImplementedError(
                 "DistributedDataParallel reduces gradients after they were freed: shard the model by fully_shard, or "

@@ -22,10 +22,10 @@ from .states._state import State, StateChoice, read_state_choice
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 
-def read_dtype(given: Any) -> Any:
+def parse_dtype(given: Any) -> Any:
     """Return the dtype that a word names; return anything else, such as "8bit", unchanged.
 
-    >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
+    >>> parse_dtype("torch.bfloat16"), parse_dtype("fp16"), parse_dtype("8bit")
     (torch.bfloat16, torch.float16, '8bit')
     """
     if not isinstance(given, str):
@@ -58,7 +58,7 @@ def parse_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 def _parse_option(name: str, given: Any, default: Any) -> Any:
     if name == "state_dtype" and isinstance(given, Mapping):
-        return {slot: read_dtype(choice) for slot, choice in given.items()}
+        return {slot: parse_dtype(choice) for slot, choice in given.items()}
     if isinstance(given, list | tuple) and isinstance(default, tuple | list):
         return tuple(_parse_option(name, one, 0.0) for one in given)
     if not isinstance(given, str):
@@ -67,7 +67,7 @@ def _parse_option(name: str, given: Any, default: Any) -> Any:
     if word == "None":
         return None
     if name in ("param_dtype", "state_dtype", "dtype"):
-        found = read_dtype(word)
+        found = parse_dtype(word)
         if name == "param_dtype" and isinstance(found, str):
             raise ValueError(
                 describe_unknown_name("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"])
@@ -91,7 +91,7 @@ def _parse_option(name: str, given: Any, default: Any) -> Any:
 # What optimizers are made from, as in torch.optim.
 OptimizerParams = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
-_BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
+_NON_OPTION_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
 def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
@@ -100,7 +100,7 @@ def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, devi
     mine = {"halfulp": get_halfulp_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
+            if name in _NON_OPTION_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
                 continue
             if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
                 mine[f"{name} of group {number}"] = str(getattr(value, "name", value))
@@ -157,7 +157,7 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     options = list(options)
     for key in group:
-        if key in options or key in _BOOKKEEPING_KEYS or not isinstance(key, str):
+        if key in options or key in _NON_OPTION_KEYS or not isinstance(key, str):
             continue
         for near in difflib.get_close_matches(key, options, 1, 0.8):
             if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):  # max_momentum is another thing
@@ -198,13 +198,13 @@ def check_real_number(name: str, value: object) -> None:
         )
 
 
-NOT_NEGATIVE_OPTIONS = ("lr", "eps", "weight_decay", "momentum")
+NON_NEGATIVE_OPTIONS = ("lr", "eps", "weight_decay", "momentum")
 
 
-def check_hyperparameters(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE_OPTIONS) -> None:
+def check_hyperparameters(group: dict, not_negative: Iterable[str] = NON_NEGATIVE_OPTIONS) -> None:
     """Check that hyper-parameters are finite and, but for dampening, not negative; a class's own ones may be None."""
     for name in not_negative:
-        if name in group and (name in NOT_NEGATIVE_OPTIONS or group[name] is not None):
+        if name in group and (name in NON_NEGATIVE_OPTIONS or group[name] is not None):
             check_real_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:
@@ -229,7 +229,7 @@ def check_betas(group: dict, count: int | None) -> None:
         raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
-def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
+def refuse_unsupported_torch_switches(name: str, given: Mapping[str, Any]) -> None:
     """Refuse or ignore torch.optim's switches that choose another implementation, of an optimizer or of one group.
 
     Trainers set `foreach` and `fused`, which choose among equals, unasked: no reason to stop.

@@ -14,7 +14,7 @@ from ._group_options import OptimizerParams, refuse_non_iterable_params
 from .parameters._narrow_groups import walk_group_parameters
 
 # Of every group, the same in all.
-_SHARED_GROUP_KEYS = ("steps", "norm")
+_KEYS_EQUAL_IN_ALL_GROUPS = ("steps", "norm")
 
 
 class HALP(torch.optim.Optimizer):
@@ -80,7 +80,7 @@ class HALP(torch.optim.Optimizer):
         """Add a group, as torch.optim does; options out of range are refused and leave the groups as they were."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.update({name: self.param_groups[0][name] for name in _SHARED_GROUP_KEYS})
+        group.update({name: self.param_groups[0][name] for name in _KEYS_EQUAL_IN_ALL_GROUPS})
         try:
             _check_group_options(group)
         except Exception:
@@ -204,7 +204,7 @@ class HALP(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, a pickle or a file; raises ValueError for the state of another optimizer."""
         for group in state.get("param_groups", ()):
-            if lacking := [name for name in _SHARED_GROUP_KEYS if name not in group]:
+            if lacking := [name for name in _KEYS_EQUAL_IN_ALL_GROUPS if name not in group]:
                 raise ValueError(f"this is no state dict of hu.optim.HALP: a group of it has no {quote(lacking)}")
         super().__setstate__(state)
 

@@ -66,34 +66,36 @@ class LostUpdateReport:
 
 def summarize_lost_updates(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
     """Return the report over some parameters."""
-    counted = [(plan, plan.record.lost) for plan in plans if plan.record.lost is not None]
+    counted = [(plan, plan.record.lost_updates) for plan in plans if plan.record.lost_updates is not None]
     if not counted:
         return LostUpdateReport((), None, None)
     rows = []
     for plan, lost in counted:
-        shares = _divide_or_zero(lost.cancelled, lost.seen), _divide_or_zero(lost.kept, lost.wanted)
-        rows.append(LostUpdateRow(plan.name, plan.spec.update.name, lost.samples, *shares, lost.seen))
+        cancelled = _divide_or_zero(lost.cancelled_updates, lost.updates)
+        realised = _divide_or_zero(lost.update_times_change, lost.squared_updates)
+        rows.append(
+            LostUpdateRow(plan.name, plan.spec.update.name, lost.counted_steps, cancelled, realised, lost.updates)
+        )
     rows.sort(key=lambda row: -row.cancelled)
-    seen, cancelled, wanted, kept = (
-        sum(getattr(lost, name) for _, lost in counted) for name in ("seen", "cancelled", "wanted", "kept")
-    )
-    return LostUpdateReport(tuple(rows), _divide_or_zero(cancelled, seen), _divide_or_zero(kept, wanted))
+    names = ("updates", "cancelled_updates", "squared_updates", "update_times_change")
+    updates, cancelled, squares, products = (sum(getattr(lost, name) for _, lost in counted) for name in names)
+    return LostUpdateReport(tuple(rows), _divide_or_zero(cancelled, updates), _divide_or_zero(products, squares))
 
 
 def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
     """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
     for plan in plans:
-        lost = plan.record.lost
+        lost = plan.record.lost_updates
         if (
             lost is not None
-            and lost.mostly_lost == MOSTLY_LOST_STEPS_BEFORE_WARNING
+            and lost.mostly_lost_steps == MOSTLY_LOST_STEPS_BEFORE_WARNING
             and plan.spec.update.name == "nearest"
         ):
-            lost.mostly_lost += 1
+            lost.mostly_lost_steps += 1
             warnings.warn(
-                f"nearest rounding cancelled {_divide_or_zero(lost.cancelled, lost.seen):.0%} of the updates of "
-                f"parameter {plan.name} on {MOSTLY_LOST_STEPS_BEFORE_WARNING} sampled steps: it is hardly training; "
-                f"{_REMEDY_TEXT}",
+                f"nearest rounding cancelled {_divide_or_zero(lost.cancelled_updates, lost.updates):.0%} of the "
+                f"updates of parameter {plan.name} on {MOSTLY_LOST_STEPS_BEFORE_WARNING} sampled steps: it is hardly "
+                f"training; {_REMEDY_TEXT}",
                 RuntimeWarning,
                 stacklevel=find_user_stack_level(),
             )

@@ -14,15 +14,15 @@ from ..kernels import break_graph_and_run_eagerly, keeping_subnormals
 from ..subclass.models._parameter_holders import wrap_distributed_checkpoint_functions
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
-    NOT_NEGATIVE_OPTIONS,
+    NON_NEGATIVE_OPTIONS,
     OptimizerParams,
     check_betas,
     check_group_options,
     check_hyperparameters,
-    check_torch_switches,
     parse_options,
     read_default_arguments,
     refuse_non_iterable_params,
+    refuse_unsupported_torch_switches,
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
@@ -42,15 +42,15 @@ from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_IDENTITY_KEYS,
     is_payload_version_current,
-    record_loaded_payload,
+    record_loaded_auxiliary_tensors,
     record_payload_version,
 )
-from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
+from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_plan_valid
 from .parameters._random_identity import (
-    NamedIdentityByParameter,
-    assign_identities,
-    record_identities,
-    update_identities_of_edited_group,
+    NamedStreamIdByParameter,
+    assign_stream_ids,
+    record_stream_ids,
+    update_stream_ids_of_edited_group,
 )
 from .parameters._state_tensors import add_missing_state_tensors, refuse_changed_weight_update
 from .parameters._step_spec import StepSpec
@@ -58,7 +58,7 @@ from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .step._batch import (
     Batch,
-    BatchedParameters,
+    CachedBatchTables,
     GroupSetting,
     PlanCache,
     choose_gradient_store,
@@ -106,9 +106,9 @@ class Optimizer(CheckpointMixin):
     # The option that makes parameters narrow.
     narrowing_option = "param_dtype=torch.bfloat16"
     # The names of options that are finite numbers and not negative; those not among these may be None.
-    _not_negative_options: ClassVar[tuple[str, ...]] = NOT_NEGATIVE_OPTIONS
+    _non_negative_options: ClassVar[tuple[str, ...]] = NON_NEGATIVE_OPTIONS
     # Options of a class above that this one decides, and no user.
-    _fixed_options: ClassVar[tuple[str, ...]] = ()
+    _options_fixed_by_class: ClassVar[tuple[str, ...]] = ()
     # The update rule, where it is the same for all groups.
     _rule: ClassVar[UpdateRule | None] = None
     # Whether options that choose another implementation in torch.optim are refused, or ignored with a warning.
@@ -139,10 +139,10 @@ class Optimizer(CheckpointMixin):
     ) -> None:
         known = read_default_arguments(type(self))
         for name in unknown_options:
-            allowed = [option for option in known if option not in self._fixed_options]
+            allowed = [option for option in known if option not in self._options_fixed_by_class]
             raise TypeError(describe_unknown_name(f"option of {type(self).__name__}", name, allowed))
         switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        check_torch_switches(type(self).__name__, parse_options(switches, dict.fromkeys(switches)))
+        refuse_unsupported_torch_switches(type(self).__name__, parse_options(switches, dict.fromkeys(switches)))
         refuse_non_iterable_params(params)
         self._create_caches()
         self._is_built = False
@@ -166,7 +166,7 @@ class Optimizer(CheckpointMixin):
         """Create the empty caches by parameter, plans and identities; also in a copy."""
         wrap_distributed_checkpoint_functions()
         self._plans = PlanCache()
-        self._identities: NamedIdentityByParameter = {}
+        self._stream_ids: NamedStreamIdByParameter = {}
 
     @classmethod
     def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
@@ -198,13 +198,13 @@ class Optimizer(CheckpointMixin):
             group.update(parse_options(options, self.defaults))
             self._check_hyperparameters(group)
             check_group_options(group, self.defaults)
-            for name in self._fixed_options:
+            for name in self._options_fixed_by_class:
                 if group[name] != self.defaults[name]:
                     known = self.defaults[name]
                     raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {known}; leave it out")
             if self._refuses_torch_switches:
-                check_torch_switches(type(self).__name__, group)
-            assign_identities(group, self.param_groups[:before], self._identities)
+                refuse_unsupported_torch_switches(type(self).__name__, group)
+            assign_stream_ids(group, self.param_groups[:before], self._stream_ids)
             for position, parameter in enumerate(group["params"]):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlapping_parameters(self.param_groups)
@@ -213,7 +213,7 @@ class Optimizer(CheckpointMixin):
         except Exception:
             del self.param_groups[before:]
             raise
-        record_identities(group, self._identities)
+        record_stream_ids(group, self._stream_ids)
         if sharded is not None:
             narrow_group_parameters(self, [group], sharded)
 
@@ -222,18 +222,18 @@ class Optimizer(CheckpointMixin):
     ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
         refuse_unwritable_parameter(parameter, get_payload(parameter), name)
-        return self._plans.find_step_spec(self.rule(group), group, parameter, gradient, name)
+        return self._plans.get_shared_step_spec(self.rule(group), group, parameter, gradient, name)
 
     def _update_edited_groups(self) -> None:
         """Bring names, identities and plans in line with the groups' lists of parameters, which users may edit."""
         for group in self.param_groups:
-            update_identities_of_edited_group(group, self._identities)
-        members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_group_parameters(self)}
+            update_stream_ids_of_edited_group(group, self._stream_ids)
+        members = {id(parameter): self._stream_ids[parameter] for _, _, parameter in walk_group_parameters(self)}
         taken = {*members.values()}
-        for parameter, identity in tuple(self._identities.items()):
+        for parameter, stream_id in tuple(self._stream_ids.items()):
             # Another one stands in its place, or nothing is kept of it.
-            if id(parameter) not in members and (identity in taken or parameter not in self.state):
-                del self._identities[parameter]
+            if id(parameter) not in members and (stream_id in taken or parameter not in self.state):
+                del self._stream_ids[parameter]
                 self._plans.pop(parameter)
                 self.state.pop(parameter, None)
 
@@ -247,9 +247,9 @@ class Optimizer(CheckpointMixin):
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks; a step's gradient is checked beside them."""
         parameter = group["params"][position]
-        if parameter not in self._identities:
+        if parameter not in self._stream_ids:
             self._update_edited_groups()
-        (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
+        (_, stream_id), name = self._stream_ids[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient_store, name)
         if get_payload(parameter).dtype != spec.store.dtype:
             raise ValueError(
@@ -261,28 +261,32 @@ class Optimizer(CheckpointMixin):
         refuse_changed_weight_update(state, None if known is None else known.spec, spec, name)
         add_missing_state_tensors(state, spec, group, parameter, name)
         options = options or self._plans.read_plan_options(group)
-        plan = self._plans.renew_plan(parameter, spec, state, options, name, identity, gradient)
+        plan = self._plans.renew_plan(parameter, spec, state, options, name, stream_id, gradient)
         if CHECKSUMS_KEY in state:  # a copy, which says what a file does
-            record_loaded_payload(plan, state)
+            record_loaded_auxiliary_tensors(plan, state)
             for key in PAYLOAD_IDENTITY_KEYS:
                 state.pop(key, None)
         return plan
 
-    def _find_valid_plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
+    def _get_valid_plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
         """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.read_plan_options(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
-        if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
+        if (
+            plan is None
+            or not fits
+            or not is_plan_valid(plan, parameter, self.rule(group), options, self.state[parameter])
+        ):
             likely = PAYLOAD_STORE_BY_DTYPE.get(get_payload(parameter).dtype, STORE_BY_DTYPE[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
-    def _clear_plans(self) -> None:
+    def _invalidate_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
         self._plans.invalidate_all()
         for group in self.param_groups:
-            record_identities(group, self._identities)
+            record_stream_ids(group, self._stream_ids)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -313,9 +317,9 @@ class Optimizer(CheckpointMixin):
     @torch.no_grad()
     @keeping_subnormals()
     def _step_one_parameter(
-        self, parameter: torch.Tensor, group: dict[str, Any], position: int, siblings: Iterable[torch.Tensor] = ()
+        self, parameter: torch.Tensor, group: dict[str, Any], position: int, storage_peers: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Step one parameter alone, inside of backward; `siblings` are cut from the same tensor."""
+        """Step one parameter alone, inside of backward; `storage_peers` are cut from the same tensor."""
         self._update_groups_if_edited()
         self._check_hyperparameters(group)
         alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
@@ -324,13 +328,13 @@ class Optimizer(CheckpointMixin):
         ]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
-        places = self._renew_plans_and_group_places([alone], settings, plans, gradients, scales)
-        batches = BatchedParameters(settings, plans, [], places, {}, None).make_batches(
+        places = self._renew_plans_and_list_batches([alone], settings, plans, gradients, scales)
+        batches = CachedBatchTables(settings, plans, [], places, {}, None).make_batches(
             [alone], [parameter], gradients, scales
         )
         assert batches is not None, "one parameter is metered or not"
         # They share its version counter, which the step moves.
-        known = [plan for one in siblings if (plan := self._plans.get(one)) is not None]
+        known = [plan for one in storage_peers if (plan := self._plans.get(one)) is not None]
         waiting = [plan for plan in known if is_payload_version_current(plan)]
         self._step_batches(batches)
         for plan in waiting:
@@ -377,7 +381,7 @@ class Optimizer(CheckpointMixin):
         for batch in batches:
             run_step(batch)
             batch.complete_step()
-            if batch.spec.metered:
+            if batch.spec.counts_lost_updates:
                 warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
@@ -397,7 +401,7 @@ class Optimizer(CheckpointMixin):
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
-        check_hyperparameters(group, self._not_negative_options)
+        check_hyperparameters(group, self._non_negative_options)
         rule = self.rule(group)
         check_betas(group, rule.betas)
         for state in rule.states:
@@ -415,23 +419,23 @@ class Optimizer(CheckpointMixin):
         ]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._list_gradients(parameters)
-        plans = [*map(self._plans.by_id.get, map(id, parameters))]
-        resting = [place for place, gradient in enumerate(gradients) if gradient is None]
-        waiting = [plan for place in resting if (plan := plans[place]) is not None and is_payload_version_current(plan)]
-        roster, batches = self._plans.roster, None
-        if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
-            batches = roster.make_batches(groups, parameters, gradients, {})
+        plans = [*map(self._plans.plan_by_parameter_id.get, map(id, parameters))]
+        idle = [place for place, gradient in enumerate(gradients) if gradient is None]
+        waiting = [plan for place in idle if (plan := plans[place]) is not None and is_payload_version_current(plan)]
+        cached, batches = self._plans.batch_tables, None
+        if cached is not None and cached.is_valid_for(settings, plans, idle, parameters, gradients, self.state):
+            batches = cached.make_batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
-            places = self._renew_plans_and_group_places(groups, settings, plans, gradients, scales)
-            roster = self._plans.roster = BatchedParameters(settings, plans, resting, places, self.state, roster)
-            for table in roster.tables:
-                table.renew_tensor_guards(table.select_batch_values(gradients))
-            batches = roster.make_batches(groups, parameters, gradients, scales)
+            places = self._renew_plans_and_list_batches(groups, settings, plans, gradients, scales)
+            cached = self._plans.batch_tables = CachedBatchTables(settings, plans, idle, places, self.state, cached)
+            for table in cached.tables:
+                table.renew_tensor_guards(table.select_values_of_batch(gradients))
+            batches = cached.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
-    def _renew_plans_and_group_places(
+    def _renew_plans_and_list_batches(
         self,
         groups: list[dict[str, Any]],
         settings: list[GroupSetting],
@@ -448,7 +452,7 @@ class Optimizer(CheckpointMixin):
                 plan, gradient = plans[place], gradients[place]
                 if gradient is None:
                     continue
-                if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
+                if plan is None or not plan.is_plain_tensor or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = read_parameter_name(group, position)
                     gradient, scale = convert_to_plain_gradient(get_local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
@@ -457,7 +461,7 @@ class Optimizer(CheckpointMixin):
                     plan is None
                     or gradient.dtype is not plan.spec.gradient.dtype
                     or gradient.layout is not torch.strided
-                    or not is_valid(plan, parameter, rule, options, self.state[parameter])
+                    or not is_plan_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
                     store = choose_gradient_store(gradient, parameter, read_parameter_name(group, position))
                     plan = plans[place] = self._make_plan(group, position, store, options, gradient)
@@ -484,7 +488,7 @@ class Optimizer(CheckpointMixin):
         for group, position, parameter in walk_group_parameters(self):
             held = [*list_payloads(parameter)]
             if parameter.requires_grad or self.state.get(parameter):
-                plan = self._find_valid_plan(group, position)
+                plan = self._get_valid_plan(group, position)
                 held += self._list_state_tensors(plan)
                 held += [get_scaled_parameter_scale(parameter)] if plan.spec.scaled else []
                 gradient = plan.spec.gradient.dtype if parameter.grad is None else get_payload(parameter.grad).dtype
@@ -528,7 +532,7 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
     return kind
 
 
-def find_inner_optimizer(given: Any) -> Any:
+def unwrap_optimizer(given: Any) -> Any:
     """Return the optimizer inside accelerate's, Fabric's and Lightning's wrappers; any other object unchanged.
 
     They may be optimizers by class, but have no groups of their own; Lookahead has groups, and does more than its base.
@@ -542,9 +546,9 @@ def find_inner_optimizer(given: Any) -> Any:
     return given
 
 
-def find_halfulp_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
+def unwrap_halfulp_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
     """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it."""
-    inner = find_inner_optimizer(given)
+    inner = unwrap_optimizer(given)
     if not isinstance(inner, Optimizer):
         raise TypeError(f"{what} takes an optimizer of hu.optim, got {name_type(inner)}: {remedy}")
     return inner
@@ -563,4 +567,4 @@ def report(optimizer: Any) -> LostUpdateReport:
     >>> print(report(hu.optim.SGD([torch.nn.Parameter(torch.ones(2).bfloat16())], lr=0.1)))
     lost updates: none metered yet (one step in `report_interval` is)
     """
-    return find_halfulp_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()
+    return unwrap_halfulp_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()

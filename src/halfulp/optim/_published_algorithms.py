@@ -9,7 +9,7 @@ import torch
 
 from ._float32 import read_float32_weights
 from ._group_options import (
-    NOT_NEGATIVE_OPTIONS,
+    NON_NEGATIVE_OPTIONS,
     OptimizerOptions,
     OptimizerParams,
     check_real_number,
@@ -17,7 +17,7 @@ from ._group_options import (
 )
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
-from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
+from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, compute_next_prodigy_estimate
 from .rules._adam_variants import LAMB as LAMB_RULE
 from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, compute_next_schedule_free_counters
 
@@ -93,7 +93,7 @@ class AdEMAMix(Optimizer):
     >>> opt = hu.optim.AdEMAMix(torch.nn.Linear(4, 2).bfloat16().parameters(), lr=1e-2)
     """
 
-    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "alpha", "beta3_warmup", "alpha_warmup")
+    _non_negative_options = (*NON_NEGATIVE_OPTIONS, "alpha", "beta3_warmup", "alpha_warmup")
     _rule = ADEMAMIX
 
     def __init__(
@@ -158,7 +158,7 @@ class LAMB(Optimizer):
 class ScheduleFree(Optimizer):
     """The base of optimizers whose parameters are where gradients are taken, and after `eval()` the run's averages."""
 
-    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "warmup_steps", "weight_lr_power")
+    _non_negative_options = (*NON_NEGATIVE_OPTIONS, "warmup_steps", "weight_lr_power")
     # The weights of the averages count the steps of all parameters.
     _can_step_one_parameter = False
 
@@ -174,7 +174,7 @@ class ScheduleFree(Optimizer):
             group["train_mode"] = mode
             for position, parameter in enumerate(group["params"]):
                 if "z" in self.state.get(parameter, ()):
-                    plan = self._find_valid_plan(group, position)
+                    plan = self._get_valid_plan(group, position)
                     weight = read_float32_weights([plan])[0] * plan.scale
                     z = plan.spec.codecs[0].decode(plan.states[0])
                     share = self._read_interpolation_beta(group)
@@ -317,7 +317,7 @@ class Prodigy(Optimizer):
     True
     """
 
-    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "beta3", "d_coef")
+    _non_negative_options = (*NON_NEGATIVE_OPTIONS, "beta3", "d_coef")
     # The estimate is over all parameters.
     _can_step_one_parameter = False
     _rule = PRODIGY
@@ -360,7 +360,7 @@ class Prodigy(Optimizer):
         # One estimate for all, from a group that trains.
         leading = next((group for group in self.param_groups if group["lr"] > 0), None)
         sums = self._reduction_sums
-        found: dict[str, float] = estimate_distance(leading, sums) if leading is not None and sums else {}
+        found: dict[str, float] = compute_next_prodigy_estimate(leading, sums) if leading is not None and sums else {}
         for group in self.param_groups:
             group.update(found)
             group["k"] += 1

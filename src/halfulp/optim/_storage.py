@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +39,14 @@ from ..kernels._operations import (
 )
 from ..kernels._trace import RecordedFunction
 from ..rounding._device_functions import (
-    BEYOND_HALF,
     E4M3FN_FUNCTIONS,
     E5M2_FUNCTIONS,
     FLOAT16_INFINITY,
     FLOAT16_LEAST_NORMAL_AS_FLOAT32,
     FLOAT16_NAN,
+    FLOAT16_OVERFLOW_WORD,
+    FLOAT16_REBIAS,
     FLOAT16_SIGN_MASK,
-    REBIAS,
     THIRTEEN,
     encode_float16,
     widen_bfloat16,
@@ -66,12 +67,12 @@ class Store:
 
     name: str  # for messages and kernel names
     dtype: torch.dtype  # of the torch tensor that holds it
-    load: Callable  # (address, i) -> code
-    save: Callable  # (address, i, code)
-    real: Callable  # code -> float32
-    nearest: Callable  # (x, random) -> code, ties to even; the random word is not looked at
-    stochastic: Callable  # (x, random) -> code
-    random_bits: int  # of that word: 16, which `stochastic` finds lowest, or 32, of which the upper are the best
+    load_code: Callable[[Any, Any], Any]  # (address, i) -> code
+    store_code: Callable[[Any, Any, Any], None]  # (address, i, code)
+    decode_code: Callable[[Any], Any]  # code -> float32
+    round_to_nearest: Callable[[Any, Any], Any]  # (x, random) -> code, ties to even; the random word is not looked at
+    round_stochastically: Callable[[Any, Any], Any]  # (x, random) -> code
+    random_bits: int  # of that word: 16, which `round_stochastically` finds lowest, or 32, best in the upper ones
     mantissa_bits: int  # stored bits of the significand: the last place of 1 is 2^-mantissa_bits
     emin: int  # exponent of the smallest normal number
     constants: tuple[tuple[str, object], ...] = ()  # names and values that the functions find bound
@@ -95,7 +96,7 @@ class Store:
         return out
 
 
-def bf16_to_float32(code):
+def decode_bf16(code):
     """Device function: the float32 of a bfloat16 code."""
     return real(widen_bfloat16(code))
 
@@ -111,17 +112,17 @@ def round_to_bf16_stochastically(x, random):
     return shr(add(word(x), random), SIXTEEN)
 
 
-def word_to_float32(code):
+def decode_float32_word(code):
     """Device function: the float32 with these bits, every NaN made canonical."""
     return real(select(bit_and(code, MAGNITUDE_MASK) > EXPONENT_MASK, CANONICAL_NAN, code))
 
 
-def float32_to_word(x, random):
+def encode_float32_word(x, random):
     """Device function: a float32 kept whole."""
     return word(x)
 
 
-def fp16_to_float32(code):
+def decode_fp16(code):
     """Device function: the float32 of a float16 code."""
     return real(widen_float16(code))
 
@@ -139,10 +140,10 @@ def round_to_fp16_stochastically(x, random):
     below = to_word(select(magnitude < FLOAT16_LEAST_NORMAL_AS_FLOAT32, units, TWO_TO_24))
     chance = to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24
     tiny = add(below, select(chance < units - to_real(below), ONE, np.uint32(0)))
-    normal = shr(sub(add(magnitude, shr(random, NINETEEN)), REBIAS), THIRTEEN)
+    normal = shr(sub(add(magnitude, shr(random, NINETEEN)), FLOAT16_REBIAS), THIRTEEN)
     finite = select(magnitude < FLOAT16_LEAST_NORMAL_AS_FLOAT32, tiny, normal)
     special = select(magnitude > EXPONENT_MASK, FLOAT16_NAN, FLOAT16_INFINITY)
-    code = select(magnitude >= BEYOND_HALF, special, finite)
+    code = select(magnitude >= FLOAT16_OVERFLOW_WORD, special, finite)
     return bit_or(code, bit_and(shr(bits, SIXTEEN), FLOAT16_SIGN_MASK))
 
 
@@ -161,7 +162,9 @@ def mask_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Te
 @functools.cache
 def _record_decoder(store: Store) -> RecordedFunction:
     element = ElementTraceBuilder(1)
-    found = bind_free_variables(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
+    found = bind_free_variables(store.decode_code, dict(store.constants))(
+        store.load_code(element.arrays[0], element.index)
+    )
     return RecordedFunction(element.trace, (found.number,))
 
 
@@ -169,16 +172,20 @@ def _record_decoder(store: Store) -> RecordedFunction:
 def _record_encoder(store: Store, stochastic: bool) -> Trace:
     element = ElementTraceBuilder(1)
     value, random = make_nan_canonical(element.add_input("value")), element.add_input("random", "w32")
-    rounded = bind_free_variables(store.stochastic if stochastic else store.nearest, dict(store.constants))
-    store.save(element.arrays[0], element.index, rounded(value, random))
+    rounded = bind_free_variables(
+        store.round_stochastically if stochastic else store.round_to_nearest, dict(store.constants)
+    )
+    store.store_code(element.arrays[0], element.index, rounded(value, random))
     return element.trace
 
 
-_BF16_CODEC = bf16_to_float32, round_to_bf16, round_to_bf16_stochastically
-_FP16_CODEC = fp16_to_float32, round_to_fp16, round_to_fp16_stochastically
-BF16 = Store("bf16", torch.bfloat16, load16, store16, *_BF16_CODEC, 16, 7, -126)
-FP16 = Store("fp16", torch.float16, load16, store16, *_FP16_CODEC, 32, 10, -14)
-F32 = Store("fp32", torch.float32, load32, store32, word_to_float32, float32_to_word, float32_to_word, 0, 23, -126)
+_BF16_CODE_FUNCTIONS = decode_bf16, round_to_bf16, round_to_bf16_stochastically
+_FP16_CODE_FUNCTIONS = decode_fp16, round_to_fp16, round_to_fp16_stochastically
+BF16 = Store("bf16", torch.bfloat16, load16, store16, *_BF16_CODE_FUNCTIONS, 16, 7, -126)
+FP16 = Store("fp16", torch.float16, load16, store16, *_FP16_CODE_FUNCTIONS, 32, 10, -14)
+F32 = Store(
+    "fp32", torch.float32, load32, store32, decode_float32_word, encode_float32_word, encode_float32_word, 0, 23, -126
+)
 E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN_FUNCTIONS, 32, 3, -6)
 E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_FUNCTIONS, 32, 2, -14)
 STORE_BY_DTYPE = {store.dtype: store for store in (BF16, FP16, F32)}
@@ -210,9 +217,9 @@ def round_to_nearest_by_adder(x, random):
     """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
-    large = real(add(find_power_of_two_word(magnitude), ADDEND_EXPONENT_OFFSET))
+    large = real(add(floor_to_binade_word(magnitude), ADDEND_EXPONENT_OFFSET))
     rounded = word((real(magnitude) + large) - large)
-    return bit_or(replace_beyond_largest(magnitude, rounded), bit_and(bits, SIGN_MASK))
+    return bit_or(replace_overflowed_magnitude(magnitude, rounded), bit_and(bits, SIGN_MASK))
 
 
 def round_stochastically_in_units(x, random):
@@ -220,25 +227,25 @@ def round_stochastically_in_units(x, random):
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
     bounded = select(magnitude < EXPONENT_MASK, magnitude, LOWEST_BINADE_WORD)
-    binade = find_power_of_two_word(bounded)
+    binade = floor_to_binade_word(bounded)
     units = real(bounded) * real(sub(INVERSE_SPACING_EXPONENT_OFFSET, binade))
     below = to_real(to_word(units))
     above = below + np.float32(1.0)
     taken = select(to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24 < units - below, above, below)
     rounded = word(taken * real(sub(binade, SPACING_EXPONENT_OFFSET)))
     return bit_or(
-        replace_beyond_largest(magnitude, select(magnitude < EXPONENT_MASK, rounded, magnitude)),
+        replace_overflowed_magnitude(magnitude, select(magnitude < EXPONENT_MASK, rounded, magnitude)),
         bit_and(bits, SIGN_MASK),
     )
 
 
-def find_power_of_two_word(bits):
+def floor_to_binade_word(bits):
     """Device function: the word of the power of two at or below a magnitude, at least LOWEST_BINADE_WORD."""
     binade = bit_and(bits, EXPONENT_MASK)
     return select(binade > LOWEST_BINADE_WORD, binade, LOWEST_BINADE_WORD)
 
 
-def replace_beyond_largest(magnitude, rounded):
+def replace_overflowed_magnitude(magnitude, rounded):
     """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
     inside = select(rounded <= LARGEST_FINITE, rounded, OVERFLOW_REPLACEMENT_WORD)
     return select(magnitude > EXPONENT_MASK, magnitude, inside)
@@ -280,4 +287,4 @@ def make_format_store(given: Format | str | None) -> Store | None:
         }
     words = tuple((name, np.uint32(value)) for name, value in constants.items())
     numbers = 32, fmt.mantissa_bits, fmt.emin
-    return Store(fmt.name, torch.float32, load32, store32, word_to_float32, *pieces, *numbers, words)
+    return Store(fmt.name, torch.float32, load32, store32, decode_float32_word, *pieces, *numbers, words)

@@ -167,7 +167,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def __init__(
         self,
-        make: Callable[..., Any],
+        make_optimizer: Callable[..., Any],
         params: Iterable[Any],
         options: dict[str, Any],
         **narrow: Unpack[WeightUpdateOptions],
@@ -177,7 +177,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         given = list(params)
         if not given:
             raise ValueError("optimizer got an empty parameter list")
-        self._shadows: dict[torch.Tensor, torch.Tensor] = {}
+        self._shadow_by_parameter: dict[torch.Tensor, torch.Tensor] = {}
         groups = [{**one} for one in given] if isinstance(given[0], Mapping) else [{"params": given}]
         inner = []
         for group in groups:
@@ -185,11 +185,11 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             if not isinstance(members, set):  # which torch refuses
                 group["params"] = members = [members] if isinstance(members, torch.Tensor) else list(members)
             rest = {name: value for name, value in group.items() if name not in _UNSHARED_GROUP_KEYS}
-            inner.append({**rest, "params": [self._find_shadow_parameter(member) for member in members]})
-        with self._show_weights(self._shadows, {}):
-            base = make(inner, **options)
+            inner.append({**rest, "params": [self._get_or_make_shadow(member) for member in members]})
+        with self._expose_weights_in_shadows(self._shadow_by_parameter, {}):
+            base = make_optimizer(inner, **options)
         if not isinstance(base, torch.optim.Optimizer):
-            raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
+            raise TypeError(f"{make_optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
         _refuse_unsupported_step(base)
         _refuse_extra_saved_entries(base)
         if len(base.param_groups) != len(groups):
@@ -199,30 +199,30 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             group.update({name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS})
         super().__init__(groups, dict(base.defaults), **narrow)
 
-    def _find_shadow_parameter(self, member: Any) -> torch.Tensor:
+    def _get_or_make_shadow(self, member: Any) -> torch.Tensor:
         """Return the tensor that the wrapped optimizer steps instead of a parameter, or pair of name and parameter."""
         parameter = member[1] if isinstance(member, tuple) else member
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
-        if parameter not in self._shadows:
+        if parameter not in self._shadow_by_parameter:
             with torch.inference_mode(False):  # steps write it
-                shadow = wrap_like_dtensor(_make_placeholder(parameter), parameter)
-                self._shadows[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
-        return self._shadows[parameter]
+                shadow = wrap_like_dtensor(_expand_float32_zero_to_local_shape(parameter), parameter)
+                self._shadow_by_parameter[parameter] = torch.nn.Parameter(shadow, requires_grad=parameter.requires_grad)
+        return self._shadow_by_parameter[parameter]
 
     @contextmanager
-    def _show_weights(
+    def _expose_weights_in_shadows(
         self, parameters: Iterable[torch.Tensor], plans: Mapping[torch.Tensor, ParameterPlan]
     ) -> Iterator[None]:
         """Let the wrapped class read copies of the weights while it takes parameters, narrowed ones by their plans."""
-        shadows = {parameter: self._shadows[parameter] for parameter in parameters}
+        shadows = {parameter: self._shadow_by_parameter[parameter] for parameter in parameters}
         try:
             for parameter, shadow in shadows.items():
-                _set_shadow_memory(shadow, _copy_weight(parameter, plans.get(parameter)))
+                _set_shadow_memory(shadow, _copy_weight_as_float32(parameter, plans.get(parameter)))
             yield
             # Writes by `data`, or to a DTensor's shard, move no version counter.
             for parameter, shadow in shadows.items():
-                held, given = get_local(shadow).detach(), _copy_weight(parameter, plans.get(parameter))
+                held, given = get_local(shadow).detach(), _copy_weight_as_float32(parameter, plans.get(parameter))
                 if not held.is_meta and not torch.equal(held.view(torch.int32), given.view(torch.int32)):
                     raise NotImplementedError(
                         "the optimizer writes the weights as it takes them, which wrap lets it read alone: write them "
@@ -230,7 +230,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                     )
         finally:
             for parameter, shadow in shadows.items():
-                _set_shadow_memory(shadow, _make_placeholder(parameter))
+                _set_shadow_memory(shadow, _expand_float32_zero_to_local_shape(parameter))
 
     def _update_base_groups(self) -> None:
         """Make the wrapped optimizer's groups those of this one, over shadows."""
@@ -238,12 +238,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         del groups[len(self.param_groups) :]
         for k, own in enumerate(self.param_groups):
             shared = {name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS}
-            shared["params"] = [self._find_shadow_parameter(parameter) for parameter in own["params"]]
+            shared["params"] = [self._get_or_make_shadow(parameter) for parameter in own["params"]]
             if k == len(groups):
                 known = [plan for one in own["params"] if (plan := self._plans.get(one))]
                 narrowed = [plan for plan in known if plan.spec.store is not F32]
                 try:
-                    with self._show_weights(own["params"], {plan.parameter: plan for plan in narrowed}):
+                    with self._expose_weights_in_shadows(own["params"], {plan.parameter: plan for plan in narrowed}):
                         self.base.add_param_group(shared)
                 except BaseException:
                     del groups[k:]  # the next step is refused too
@@ -252,15 +252,15 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 groups[k].clear()
                 groups[k].update(shared)
         present = {id(parameter) for own in self.param_groups for parameter in own["params"]}
-        for parameter in [one for one in self._shadows if id(one) not in present and one not in self.state]:
-            self.base.state.pop(self._shadows.pop(parameter), None)
+        for parameter in [one for one in self._shadow_by_parameter if id(one) not in present and one not in self.state]:
+            self.base.state.pop(self._shadow_by_parameter.pop(parameter), None)
 
     def _take_step(self) -> None:
         """Take one step of the wrapped optimizer."""
         for group in self.param_groups:
             self._check_hyperparameters(group)
         plans = [
-            self._find_valid_plan(group, position, F32)
+            self._get_valid_plan(group, position, F32)
             for group, position, parameter in walk_group_parameters(self)
             if parameter.grad is not None
         ]
@@ -284,9 +284,9 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         try:
             for plan in plans:
                 parameter, value = plan.parameter, values.get(id(plan))
-                shadow = self._shadows[parameter]
+                shadow = self._shadow_by_parameter[parameter]
                 _set_shadow_memory(shadow, get_local(parameter).detach() if value is None else value)
-                shadow.grad = _widen_gradient(parameter.grad)
+                shadow.grad = _convert_gradient_to_float32(parameter.grad)
             _step_without_hooks(self.base)
             for own, inner in zip(self.param_groups, self.base.param_groups):
                 if claimed := sorted(HALFULP_OPTION_NAMES & inner.keys()):
@@ -296,12 +296,14 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 own.update({name: inner[name] for name in inner if name not in _UNSHARED_GROUP_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
             torch.autograd.graph.increment_version([get_local(plan.parameter) for plan in whole])
-            self._step_by_gradients({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
+            self._step_by_gradients(
+                {plan.parameter: self._shadow_by_parameter[plan.parameter].detach() for plan in apart}
+            )
         finally:
             for plan in plans:
-                shadow = self._shadows[plan.parameter]
+                shadow = self._shadow_by_parameter[plan.parameter]
                 shadow.grad = None
-                _set_shadow_memory(shadow, _make_placeholder(plan.parameter))
+                _set_shadow_memory(shadow, _expand_float32_zero_to_local_shape(plan.parameter))
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
         """Add the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -309,7 +311,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         _refuse_extra_saved_entries(self.base)  # some of which begin in a step
         state = saved["state"]
         for _, _, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
-            if held := self.base.state.get(self._find_shadow_parameter(parameter)):
+            if held := self.base.state.get(self._get_or_make_shadow(parameter)):
                 named = {f"{BASE_STATE_PREFIX}{name}": value for name, value in held.items()}
                 state[number] = {**state.get(number, {}), **named}
 
@@ -327,7 +329,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             inner = {
                 name.removeprefix(BASE_STATE_PREFIX): value for name, value in state.items() if name not in own[number]
             }
-            held, label = self.base.state.get(self._find_shadow_parameter(parameter), {}), read_parameter_name(group, k)
+            held, label = self.base.state.get(self._get_or_make_shadow(parameter), {}), read_parameter_name(group, k)
             if held and not inner and own[number].get("step"):
                 raise ValueError(
                     f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has "
@@ -344,7 +346,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
                 inner[name] = tree_map_only(torch.Tensor, move, value)
             if inner:
-                states[self._find_shadow_parameter(parameter)] = inner
+                states[self._get_or_make_shadow(parameter)] = inner
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
@@ -354,7 +356,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         self.base.state.update(states)
 
     def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:
-        leaves = tree_leaves(self.base.state.get(self._find_shadow_parameter(plan.parameter), {}))
+        leaves = tree_leaves(self.base.state.get(self._get_or_make_shadow(plan.parameter), {}))
         own = [get_local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return [*super()._list_state_tensors(plan), *own]
 
@@ -369,20 +371,24 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
+def _expand_float32_zero_to_local_shape(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = get_local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def _copy_weight(parameter: torch.Tensor, plan: ParameterPlan | None) -> torch.Tensor:
+def _copy_weight_as_float32(parameter: torch.Tensor, plan: ParameterPlan | None) -> torch.Tensor:
     """Return a float32 copy of a parameter's local weight, by its plan if it has one; zeros of no floating numbers."""
     part = get_local(parameter).detach()
     if plan is not None:
         return read_float32_weights([plan])[0]
     if isinstance(part, (MCTensor, ScaledTensor)):
         return part.decode(torch.float32)
-    return part.to(torch.float32, copy=True) if part.is_floating_point() else _make_placeholder(parameter)
+    return (
+        part.to(torch.float32, copy=True)
+        if part.is_floating_point()
+        else _expand_float32_zero_to_local_shape(parameter)
+    )
 
 
 def _set_shadow_memory(shadow: torch.Tensor, values: torch.Tensor) -> None:
@@ -393,7 +399,7 @@ def _set_shadow_memory(shadow: torch.Tensor, values: torch.Tensor) -> None:
         shadow.data = values
 
 
-def _widen_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _convert_gradient_to_float32(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from .._messages import name_type, quote
 from ..mctensor import MCTensor
 from ..optim import Optimizer
-from ..optim._optimizer import find_inner_optimizer
+from ..optim._optimizer import unwrap_optimizer
 from ..optim.parameters._narrow_groups import read_parameter_name, walk_group_parameters
-from ..optim.parameters._random_identity import strip_wrapper_names
+from ..optim.parameters._random_identity import strip_wrapper_prefixes
 from ..scaled import ScaledTensor
 
 CONTRACT_KEY = "precision_contract"
@@ -154,7 +154,7 @@ def contract(
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     given: Any = [] if optimizer is None else optimizer
-    optimizers = [find_inner_optimizer(one) for one in (given if isinstance(given, list | tuple) else [given])]
+    optimizers = [unwrap_optimizer(one) for one in (given if isinstance(given, list | tuple) else [given])]
     for one in optimizers:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
@@ -169,7 +169,7 @@ def contract(
         raise ValueError(
             f"the optimizer holds none of the parameters of this {type(model).__name__}: give the one that trains it"
         )
-    names = strip_wrapper_names(name for name, _ in held)
+    names = strip_wrapper_prefixes(name for name, _ in held)
     tensors = {name: tensor for name, (_, tensor) in zip(names, held, strict=True)}
     return Contract(
         {name: _describe_tensor_precision(x, *stepped.get(id(x), (None, {}))) for name, x in tensors.items()}

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
-from ..optim.parameters._narrowing import mark_as_float32, narrow_parameter, widen_parameter
+from ..optim.parameters._narrowing import mark_to_stay_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._conversion import remove_forward_hooks
@@ -171,7 +171,7 @@ def revert(model: ModuleType) -> ModuleType:
         for parameter in model.parameters():
             if parameter.dtype == _get_param_dtype(recipe):
                 widen_parameter(parameter)
-            mark_as_float32(parameter, False)
+            mark_to_stay_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
     remove_forward_hooks(
         model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOK_TYPES)
@@ -215,7 +215,7 @@ def _cast_parameters_to_narrow_dtype(model: nn.Module, kept: Container[str], dty
     keeps = list_float32_parameter_ids(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
-            mark_as_float32(parameter)
+            mark_to_stay_float32(parameter)
         else:
             narrow_parameter(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.

@@ -117,7 +117,7 @@ def optimizer(
 
         made.register_step_pre_hook(refuse_unrounded_gradients)
     if made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
-        made._copy_refusal = (
+        made._copy_refusal_message = (
             f"an optimizer of recipe {recipe.name!r} rounds its states or checks gradients by hooks, which copies and "
             "pickles of optimizers lose: make another one by halfulp.recipes.optimizer, and load this one's state_dict"
         )

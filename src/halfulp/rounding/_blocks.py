@@ -23,8 +23,9 @@ from ..kernels.vector._machine_function import Kernel, get_array_address
 from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ._device_functions import compute_nearest_addend, round_word
 from ._kernels import (
-    CANARY_KEY,
+    CHECK_KEY,
     TritonPlan,
+    bind_words_to_names,
     check_device_rounding,
     choose_container_functions,
     choose_mode_functions,
@@ -35,7 +36,6 @@ from ._kernels import (
     increment_tensor_version,
     make_check_elements,
     make_tensor_kernel,
-    name_words,
     round_by_triton,
     run_table_on_tensors,
 )
@@ -57,8 +57,8 @@ from ._target import (
 
 
 # The words about blocks: for scales that are powers of two, and for any.
-BLOCK_WORD_NAMES: tuple[str, ...] = ("first", "second", "smallest", "greatest", "twice_bias", "below_normal")
-BLOCK_WORD_NAMES += ("unit", "tensor", "amax", "divisor")
+BLOCK_CONSTANT_NAMES: tuple[str, ...] = ("first", "second", "smallest", "greatest", "twice_bias", "below_normal")
+BLOCK_CONSTANT_NAMES += ("unit", "tensor", "amax", "divisor")
 SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 
 
@@ -126,7 +126,7 @@ def compute_upward_addend(w, a, u, s, keep, c):
     return bit_xor(keep, c.ones)
 
 
-def use_scale_itself(scale, c, b):
+def return_scale(scale, c, b):
     """Device function: the scale's word is the scale."""
     return scale
 
@@ -229,8 +229,8 @@ def choose_block_functions(target: BlockTarget, layout: WordLayout) -> dict[str,
         "quotient": quotient,
         "payload": divide_without_underflow if target.mode in ("up", "down") else quotient,
         "scale_of": compute_scale_exponent if has_powers else compute_scale_under_tensor_scale,
-        "factor_of": make_power_of_two if has_powers else use_scale_itself,
-        "inverse_of": make_inverse_power_of_two if has_powers else use_scale_itself,
+        "factor_of": make_power_of_two if has_powers else return_scale,
+        "inverse_of": make_inverse_power_of_two if has_powers else return_scale,
         "scale_addend": compute_nearest_addend if to_nearest else compute_upward_addend,
     }
 
@@ -246,14 +246,14 @@ def record_block_kernel(
     """
     layout = get_word_layout(dtype)
     names = make_target_constants(target.element, layout).words
-    first, count = 2 * len(names), 2 * len(names) + len(BLOCK_WORD_NAMES)
+    first, count = 2 * len(names), 2 * len(names) + len(BLOCK_CONSTANT_NAMES)
     element = ElementTraceBuilder(2, count, f"w{layout.width}")
     i, (source, goal), words = element.index, element.arrays, element.constants
-    c, d = name_words(names, words), name_words(names, words[len(names) :])
+    c, d = bind_words_to_names(names, words), bind_words_to_names(names, words[len(names) :])
     pieces = choose_container_functions(dtype, dtype.itemsize == 2 and has_inexact_16_bit_results(target))
     w = pieces["load"](source, i)
     if rounds:
-        of_block = name_words(BLOCK_WORD_NAMES, words[first:])
+        of_block = bind_words_to_names(BLOCK_CONSTANT_NAMES, words[first:])
         of_block = compute_tensor_scale_constants(of_block) if scales_by_amax else of_block
         rounded = bind_free_variables(round_block_element, choose_block_functions(target, layout))
         pieces["store"](goal, i, rounded(w, draw_first_word(*element.random_stream_inputs), c, d, of_block))
@@ -272,7 +272,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
 
     `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
-    words = dict.fromkeys(BLOCK_WORD_NAMES, 0)
+    words = dict.fromkeys(BLOCK_CONSTANT_NAMES, 0)
     if target.has_power_scales:
         first, second = compute_scale_offset_and_threshold(target, layout.mantissa)
         words |= {
@@ -281,7 +281,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
             "smallest": max(0, target.scale.tiny_exponent + layout.bias),
             "greatest": min(floor_log2(target.scale.max) + layout.bias, 2 * layout.bias - 1),
             "twice_bias": 2 * layout.bias,
-            "below_normal": layout.make_power_word(-layout.bias),
+            "below_normal": layout.make_power_of_two_word(-layout.bias),
         }
     else:
         with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
@@ -337,9 +337,11 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget) -> TritonPla
     """Return the plan of a dtype and a target."""
     words = make_block_constants(target, get_word_layout(dtype), 1.0, target.element.max)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
-    in_memory = (len(words) - len(BLOCK_WORD_NAMES) + BLOCK_WORD_NAMES.index("amax"),) if target.tensor_scale else ()
+    in_memory = (
+        (len(words) - len(BLOCK_CONSTANT_NAMES) + BLOCK_CONSTANT_NAMES.index("amax"),) if target.tensor_scale else ()
+    )
     kernel = make_tensor_kernel(record_block_kernel(dtype, target, True, target.tensor_scale), in_memory)
-    reference = partial(round_blocks_by_reference, target=target, key=CANARY_KEY)
+    reference = partial(round_blocks_by_reference, target=target, key=CHECK_KEY)
 
     def make_elements(aligned: bool, ragged: bool) -> torch.Tensor:
         return make_check_rows(dtype, 3 * target.block + 1 if ragged else 16 * target.block)
@@ -366,7 +368,7 @@ def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch
     if x.numel() == 0:
         return
     if x.device.type != "cpu":
-        check_device_rounding(x, target, lambda elements, rounded: _round_into(elements, target, CANARY_KEY, rounded))
+        check_device_rounding(x, target, lambda elements, rounded: _round_into(elements, target, CHECK_KEY, rounded))
     _round_into(x, target, key, out)
     increment_tensor_version(out)
 
@@ -406,12 +408,12 @@ def _prepare_kernels(dtype: torch.dtype, target: BlockTarget) -> tuple[Kernel, K
 
     def fast() -> list[torch.Tensor]:
         rounded = torch.empty_like(rows)
-        _round_by_llvm(*kernels, rows, target, CANARY_KEY, rounded)
+        _round_by_llvm(*kernels, rows, target, CHECK_KEY, rounded)
         return [rounded]
 
     key = table, target.scale_rounding
     check_bits(
-        f"quantize in blocks of {dtype}", fast, lambda: [round_blocks_by_reference(rows, target, CANARY_KEY)], key
+        f"quantize in blocks of {dtype}", fast, lambda: [round_blocks_by_reference(rows, target, CHECK_KEY)], key
     )
     return kernels
 

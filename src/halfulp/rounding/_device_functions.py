@@ -33,7 +33,7 @@ from ..kernels._operations import (
 
 SIXTEEN, THIRTEEN, FLOAT16_INFINITY = np.uint32(16), np.uint32(13), np.uint32(0x7C00)
 FLOAT16_LEAST_NORMAL, FLOAT16_MAGNITUDE_MASK, FLOAT16_SIGN_MASK = np.uint32(0x400), np.uint32(0x7FFF), np.uint32(0x8000)
-REBIAS, FLOAT16_LEAST_NORMAL_AS_FLOAT32 = np.uint32(112 << 23), np.uint32(113 << 23)
+FLOAT16_REBIAS, FLOAT16_LEAST_NORMAL_AS_FLOAT32 = np.uint32(112 << 23), np.uint32(113 << 23)
 FLOAT32_INFINITY, FLOAT32_MAGNITUDE_MASK, FLOAT32_SIGN_MASK = (
     np.uint32(n) for n in (0x7F800000, 0x7FFFFFFF, 0x80000000)
 )
@@ -55,7 +55,7 @@ def round_by_fixed_shift(w, a, u, c):
     return bit_and(add(a, addend(w, a, u, c.shift, keep, c)), keep)
 
 
-def round_by_adder(w, a, u, c):
+def round_by_float_addition(w, a, u, c):
     """Device function: the float adder rounds once, to nearest even, at the spacing of a's binade.
 
     a + 2^(e - m + M) has exactly that spacing, for subnormals of the format too. Beyond LIMIT nothing is meant, and a
@@ -179,7 +179,7 @@ def limit_to_largest(w, a, r, c):
     return select(a > c.infinity, c.nan, r)
 
 
-def replace_overflow_judged_by_input(w, a, r, c):
+def replace_overflow_of_input(w, a, r, c):
     """Device function: an overflow decided on the input, where rounding to nearest tells; r is NaN where a is.
 
     Reals are compared by one instruction, where unsigned words take two on processors with AVX2 alone.
@@ -187,13 +187,13 @@ def replace_overflow_judged_by_input(w, a, r, c):
     return select(real(a) > real(c.limit), c.overflow, r)
 
 
-def limit_input_to_largest(w, a, r, c):
+def round_limited_input(w, a, r, c):
     """Device function: the adder's result of a limited input, a NaN stays one; 5 % faster on AVX2 than a limit behind.
 
     Compared as reals in this order: one instruction of x86, which takes its second operand where one is NaN.
     """
     largest = real(c.largest)
-    return round_by_adder(w, word(select(largest < real(a), largest, real(a))), r, c)
+    return round_by_float_addition(w, word(select(largest < real(a), largest, real(a))), r, c)
 
 
 def replace_directed_overflow(w, a, r, c):
@@ -230,7 +230,9 @@ def widen_bfloat16(h):
 def widen_float16(h):
     """Device function: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
     a = bit_and(h, FLOAT16_MAGNITUDE_MASK)
-    finite = select(a < FLOAT16_LEAST_NORMAL, word(to_real(a) * FLOAT16_LEAST_SUBNORMAL), add(shl(a, THIRTEEN), REBIAS))
+    finite = select(
+        a < FLOAT16_LEAST_NORMAL, word(to_real(a) * FLOAT16_LEAST_SUBNORMAL), add(shl(a, THIRTEEN), FLOAT16_REBIAS)
+    )
     special = select(a == FLOAT16_INFINITY, FLOAT32_INFINITY, FLOAT32_NAN)
     return bit_or(select(a < FLOAT16_INFINITY, finite, special), shl(bit_and(h, FLOAT16_SIGN_MASK), SIXTEEN))
 
@@ -238,7 +240,7 @@ def widen_float16(h):
 def encode_bfloat16(w):
     """Device function: the bits of the bfloat16 nearest to a float32's word, ties to even."""
     last = bit_and(shr(w, SIXTEEN), 1)
-    nearest = add(add(w, last), BELOW_SIXTEEN)
+    nearest = add(add(w, last), HALF_OF_16_BITS_LESS_ONE)
     return shr(select(bit_and(w, FLOAT32_MAGNITUDE_MASK) > FLOAT32_INFINITY, FLOAT32_NAN, nearest), SIXTEEN)
 
 
@@ -249,17 +251,19 @@ def encode_float16(w):
     """
     a = bit_and(w, FLOAT32_MAGNITUDE_MASK)
     last = bit_and(shr(a, THIRTEEN), 1)
-    normal = shr(add(add(sub(a, REBIAS), last), BELOW_THIRTEEN), THIRTEEN)
+    normal = shr(add(add(sub(a, FLOAT16_REBIAS), last), HALF_OF_13_BITS_LESS_ONE), THIRTEEN)
     h = select(a < FLOAT16_LEAST_NORMAL_AS_FLOAT32, sub(word(real(a) + ONE_HALF), ONE_HALF_WORD), normal)
-    h = select(a < BEYOND_HALF, h, select(a > FLOAT32_INFINITY, FLOAT16_NAN, FLOAT16_INFINITY))
+    h = select(a < FLOAT16_OVERFLOW_WORD, h, select(a > FLOAT32_INFINITY, FLOAT16_NAN, FLOAT16_INFINITY))
     return bit_or(h, shr(bit_and(w, FLOAT32_SIGN_MASK), SIXTEEN))
 
 
-BELOW_SIXTEEN, BELOW_THIRTEEN, FLOAT32_NAN, FLOAT16_NAN = (np.uint32(n) for n in (0x7FFF, 0xFFF, 0x7FC00000, 0x7E00))
-ONE_HALF, ONE_HALF_WORD, BEYOND_HALF = np.float32(0.5), np.uint32(0x3F000000), np.uint32(0x47800000)
+HALF_OF_16_BITS_LESS_ONE, HALF_OF_13_BITS_LESS_ONE, FLOAT32_NAN, FLOAT16_NAN = (
+    np.uint32(n) for n in (0x7FFF, 0xFFF, 0x7FC00000, 0x7E00)
+)
+ONE_HALF, ONE_HALF_WORD, FLOAT16_OVERFLOW_WORD = np.float32(0.5), np.uint32(0x3F000000), np.uint32(0x47800000)
 
 
-NONE, ONE_WORD, SHIFT_8, SHIFT_24, SIGN_MASK_8, MAGNITUDE_MASK_8, NAN_CODE_8 = (
+ZERO_WORD, ONE_WORD, SHIFT_8, SHIFT_24, SIGN_MASK_8, MAGNITUDE_MASK_8, NAN_CODE_8 = (
     np.uint32(n) for n in (0, 1, 8, 24, 0x80, 0x7F, 0x7F)
 )
 TWO_TO_MINUS_24 = np.float32(2.0**-24)
@@ -268,9 +272,9 @@ TWO_TO_MINUS_24 = np.float32(2.0**-24)
 class Float8Functions(NamedTuple):
     """Device functions of a format: between float32 and codes, which are the low bytes of words."""
 
-    decode: Callable[..., Any]
-    nearest: Callable[..., Any]
-    stochastic: Callable[..., Any]
+    decode_code: Callable[..., Any]
+    round_to_nearest: Callable[..., Any]
+    round_stochastically: Callable[..., Any]
 
 
 def _make_float8_functions(
@@ -298,7 +302,7 @@ def _make_float8_functions(
         np.uint32(FLOAT32_INFINITY - (not is_infinite)),
     )
 
-    def decode(code):
+    def decode_code(code):
         """Device function: the float32 of a code; the product places subnormals too, without rounding."""
         magnitude = bit_and(code, MAGNITUDE_MASK_8)
         placed = word(real(shl(magnitude, lost)) * raised)
@@ -306,33 +310,33 @@ def _make_float8_functions(
         value = select(magnitude >= first_special, special, placed)
         return real(bit_or(value, shl(bit_and(code, SIGN_MASK_8), SHIFT_24)))
 
-    def nearest(x, random):
+    def round_to_nearest(x, random):
         """Device function: the code nearest to x, ties to even; the float adder rounds subnormals."""
         magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         tiny = sub(word(real(magnitude) + magic), magic_word)
         rounded = add(add(magnitude, half), bit_and(shr(magnitude, lost), ONE_WORD))
-        return encode_with_sign(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
+        return encode_magnitude_with_sign(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
 
-    def stochastic(x, random):
+    def round_stochastically(x, random):
         """Device function: one of the two codes around x, the farther with the probability of its nearness."""
         magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         steps = real(magnitude) * units
         below = to_word(select(magnitude < least_normal, steps, units))
         tiny = add(
-            below, select(to_real(shr(random, SHIFT_8)) * TWO_TO_MINUS_24 < steps - to_real(below), ONE_WORD, NONE)
+            below, select(to_real(shr(random, SHIFT_8)) * TWO_TO_MINUS_24 < steps - to_real(below), ONE_WORD, ZERO_WORD)
         )
         normal = shr(sub(add(magnitude, shr(random, undrawn)), rebias), lost)
-        return encode_with_sign(x, magnitude, tiny, normal)
+        return encode_magnitude_with_sign(x, magnitude, tiny, normal)
 
-    def encode_with_sign(x, magnitude, tiny, normal):
+    def encode_magnitude_with_sign(x, magnitude, tiny, normal):
         limited = select(normal < last_code, normal, last_code)
         finite = select(magnitude < least_normal, tiny, limited)
         code = select(magnitude > last_number, NAN_CODE_8, finite)
         return bit_or(code, bit_and(shr(word(x), SHIFT_24), SIGN_MASK_8))
 
-    for function in (decode, nearest, stochastic):
+    for function in (decode_code, round_to_nearest, round_stochastically):
         function.__qualname__ = f"{name}.{function.__name__}"
-    return Float8Functions(decode, nearest, stochastic)
+    return Float8Functions(decode_code, round_to_nearest, round_stochastically)
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.

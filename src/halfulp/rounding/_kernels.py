@@ -39,18 +39,11 @@ from ..kernels.vector._table_loop import compile_single_row_kernel
 from . import _device_functions as p
 from ._modes import get_rounding
 from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, get_stream_position_trace, random_words
-from ._target import (
-    WORD64_LAYOUT,
-    Target,
-    TargetConstants,
-    choose_word_layout,
-    get_word_layout,
-    make_target_constants,
-)
+from ._target import WORD64_LAYOUT, Target, TargetConstants, choose_word_layout, get_word_layout, make_target_constants
 
 _ROUNDING_FUNCTION_BY_PATH = {
     "fixed": p.round_by_fixed_shift,
-    "adder": p.round_by_adder,
+    "adder": p.round_by_float_addition,
     "scaled": p.round_in_fixed_point,
     "packed": p.round_by_exponent,
 }
@@ -74,7 +67,7 @@ def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = F
     layout, pieces = get_word_layout(dtype), choose_container_functions(dtype)
     known = make_target_constants(target, layout)
     element = ElementTraceBuilder(2, len(known.words), f"w{layout.width}")
-    i, (source, goal), words = element.index, element.arrays, name_words(known.words, element.constants)
+    i, (source, goal), words = element.index, element.arrays, bind_words_to_names(known.words, element.constants)
     rounded = bind_free_variables(p.round_word, choose_mode_functions(target, known))
     pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.random_stream_inputs), words))
     start = get_stream_position_trace()
@@ -83,7 +76,7 @@ def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = F
     )
 
 
-def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
+def bind_words_to_names(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
     """Return a table's constants under the names by which device functions know them."""
     return SimpleNamespace(**dict(zip(names, values)))
 
@@ -116,7 +109,7 @@ def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, C
     if mode in ("toward_zero", "up", "down"):
         bind["limited"] = p.replace_directed_overflow
     elif path == "adder":
-        bind["limited"] = p.limit_input_to_largest if known.saturates else p.replace_overflow_judged_by_input
+        bind["limited"] = p.round_limited_input if known.saturates else p.replace_overflow_of_input
     return bind
 
 
@@ -131,7 +124,7 @@ def choose_container_functions(dtype: torch.dtype, inexact: bool = False) -> dic
     return found
 
 
-CANARY_KEY = 0x0123456789ABCDEF
+CHECK_KEY = 0x0123456789ABCDEF
 
 
 @cache
@@ -218,7 +211,7 @@ def round_by_triton(plan: TritonPlan, x: torch.Tensor, key: int, out: torch.Tens
     def run(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
         elements = plan.make_elements(aligned, ragged)
         here, there = (copy_with_alignment(elements, device, aligned) for _ in range(2))
-        plan.round_tensor(here, CANARY_KEY, there, aligned)
+        plan.round_tensor(here, CHECK_KEY, there, aligned)
         return [there.cpu()]
 
     def reference() -> list[torch.Tensor]:
@@ -241,7 +234,7 @@ def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
         elements = make_check_elements(dtype)
         return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
 
-    reference = functools.partial(round_by_reference, target=target, key=CANARY_KEY)
+    reference = functools.partial(round_by_reference, target=target, key=CHECK_KEY)
     return TritonPlan(kernel, constants, f"quantize of {dtype}", make_elements, reference)
 
 
@@ -255,7 +248,7 @@ def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> 
         NotImplementedError: the device does not round as the CPU does.
     """
     if x.device.type != "cpu":
-        check_device_rounding(x, target, lambda elements, out: _round_by_engine(elements, target, CANARY_KEY, out))
+        check_device_rounding(x, target, lambda elements, out: _round_by_engine(elements, target, CHECK_KEY, out))
     _round_by_engine(x, target, key, out)
 
 
@@ -334,10 +327,10 @@ def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = Fa
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
         number, _, table = _make_chunk_table(x.numel())
-        kernel(0, number, table, at, 0, CANARY_KEY, address(x), address(out))
+        kernel(0, number, table, at, 0, CHECK_KEY, address(x), address(out))
         return [out]
 
-    check_bits(f"quantize of {dtype}", fast, lambda: [round_by_reference(x, target, CANARY_KEY)], table)
+    check_bits(f"quantize of {dtype}", fast, lambda: [round_by_reference(x, target, CHECK_KEY)], table)
     return RoundingPlan(kernel, at, dtype.itemsize, target, dtype, words)
 
 

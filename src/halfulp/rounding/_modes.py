@@ -241,6 +241,6 @@ def rounding_names() -> list[str]:
     return list(ROUNDING_CLASS_BY_NAME)
 
 
-def draw_key() -> int:
+def draw_random_key() -> int:
     """Draw a key from torch's default generator."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))

@@ -29,7 +29,7 @@ from ._kernels import (
     round_into,
     round_memory,
 )
-from ._modes import ROUNDING_CLASS_BY_NAME, Nearest, Rounding, Stochastic, draw_key, get_rounding
+from ._modes import ROUNDING_CLASS_BY_NAME, Nearest, Rounding, Stochastic, draw_random_key, get_rounding
 from ._random_bits import mix64
 from ._target import FLOAT_DTYPES, Target, make_target
 
@@ -354,7 +354,7 @@ _quantize_into = define_operator(
 )
 _quantize_drawing = define_operator(
     "quantize_drawing(Tensor x, str target, SymInt counter) -> Tensor",
-    lambda x, target, counter: _round_into_new_tensor(x, target, draw_key(), counter),
+    lambda x, target, counter: _round_into_new_tensor(x, target, draw_random_key(), counter),
     _make_empty_result,
     is_random=True,
 )
@@ -370,7 +370,7 @@ def _quantize_drawing_under_vmap(
             "the rounding a seed, hu.Stochastic(seed=0)"
         )
     if info.randomness == "same":
-        return _quantize_under_vmap(info, places, x, target, draw_key(), counter)
+        return _quantize_under_vmap(info, places, x, target, draw_random_key(), counter)
     x = x.movedim(places[0], 0)
     return _stack_samples([_quantize_drawing(sample, target, counter) for sample in x], x), 0
 
@@ -378,7 +378,7 @@ def _quantize_drawing_under_vmap(
 torch.library.register_vmap("halfulp::quantize_drawing", _quantize_drawing_under_vmap)
 _quantize_drawing_into = define_operator(
     "quantize_drawing_into(Tensor x, str target, SymInt counter, Tensor(a!) out) -> ()",
-    lambda x, target, counter, out: _round_into(x, target, draw_key(), counter, out),
+    lambda x, target, counter, out: _round_into(x, target, draw_random_key(), counter, out),
     lambda *given: None,
     is_random=True,
 )

@@ -31,13 +31,13 @@ WEYL_STEP = np.uint32(0x9E3779B9)
 FIRST_FACTOR = np.uint32(0x21F0AAAD)
 SECOND_FACTOR = np.uint32(0x735A2D97)
 HIGH_WORD_FACTOR, STREAM_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-NEXT_FACTOR = 2891336453
+NEXT_WORD_FACTOR = 2891336453
 # Of these words; their bits change with it.
 STREAM_VERSION = 2
 SHIFT_15, SHIFT_16 = np.uint32(15), np.uint32(16)
 _WORD64_MASK = (1 << 64) - 1
 # SplitMix64 (see `mix64`) on arrays.
-_FACTOR, _GOLDEN = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
+_MIX_FACTOR, _MIX_INCREMENT = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
 _FIRST_MIX, _SECOND_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_27, _SHIFT_30, _SHIFT_31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
@@ -69,7 +69,7 @@ def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     numbers = [value for value in values if isinstance(value, int)]
     key: Any = np.array(mix64(*numbers), np.uint64)
     for value in values[len(numbers) :]:
-        key = key + (value * _FACTOR + _GOLDEN)
+        key = key + (value * _MIX_FACTOR + _MIX_INCREMENT)
         key ^= key >> _SHIFT_30
         key *= _FIRST_MIX
         key ^= key >> _SHIFT_27
@@ -102,7 +102,7 @@ def hash_element(counter: Word, own: Word) -> Word:
 
 def draw_word(hash_of_element: Word, number: int) -> Word:
     """Device function: one of an element's random words."""
-    return mul(hash_of_element, np.uint32(int(SECOND_FACTOR) * pow(NEXT_FACTOR, number, 1 << 32) & 0xFFFFFFFF))
+    return mul(hash_of_element, np.uint32(int(SECOND_FACTOR) * pow(NEXT_WORD_FACTOR, number, 1 << 32) & 0xFFFFFFFF))
 
 
 def draw_first_word(counter: Word, own: Word) -> Word:

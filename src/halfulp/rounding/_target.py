@@ -89,7 +89,7 @@ class WordLayout(NamedTuple):
         """Exponent of the smallest subnormal."""
         return 1 - self.bias - self.mantissa
 
-    def make_power_word(self, exponent: int) -> int:
+    def make_power_of_two_word(self, exponent: int) -> int:
         """Return the word of 2^exponent."""
         if exponent > -self.bias:
             return (exponent + self.bias) << self.mantissa
@@ -142,7 +142,7 @@ def choose_word_layout(target: Target) -> WordLayout:
 @lru_cache(maxsize=1024)
 def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants:
     """Return the path and the words of a target."""
-    sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
+    sign, infinity = 1 << (layout.width - 1), layout.make_power_of_two_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
     real = np.float32 if layout.width == 32 else np.float64
     largest = infinity - 1
@@ -175,11 +175,11 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
         "base": base,
         "highest": highest,
         "lowest": min(highest, max(1, base - layout.mantissa)),
-        "tiny": layout.make_power_word(tiny),
-        "floor": 0 if target.zero else layout.make_power_word(tiny),
-        "tie": layout.make_power_word(tiny - 1) + 1,
-        "first_factor": layout.make_power_word(halves[0]),
-        "second_factor": layout.make_power_word(halves[1]),
+        "tiny": layout.make_power_of_two_word(tiny),
+        "floor": 0 if target.zero else layout.make_power_of_two_word(tiny),
+        "tie": layout.make_power_of_two_word(tiny - 1) + 1,
+        "first_factor": layout.make_power_of_two_word(halves[0]),
+        "second_factor": layout.make_power_of_two_word(halves[1]),
         **dict.fromkeys(("smallest_binade", "raise_by", "limit"), 0),
         **dict.fromkeys(("up_scale", "down_scale", "spare_bits", "whole_steps"), 0),
     }
@@ -189,7 +189,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
         steps = Fraction(target.max) / spacing
         # The addend 2^(e - m + M) of a magnitude with exponent e, and the largest that stays finite.
         words |= {
-            "smallest_binade": layout.make_power_word(target.emin),
+            "smallest_binade": layout.make_power_of_two_word(target.emin),
             "raise_by": (layout.mantissa - target.mantissa_bits) << layout.mantissa,
             "limit": layout.get_float_bits(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
         }
@@ -197,7 +197,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
         spare = _FIXED_POINT_BITS - target.mantissa_bits
         # Factors to and from fixed point, in which a step is 2^(29 - mantissa bits).
         words |= {
-            "smallest_binade": layout.make_power_word(target.emin),
+            "smallest_binade": layout.make_power_of_two_word(target.emin),
             "up_scale": (2 * layout.bias + _FIXED_POINT_BITS) << layout.mantissa,
             "down_scale": _FIXED_POINT_BITS << layout.mantissa,
             "spare_bits": layout.width - spare,

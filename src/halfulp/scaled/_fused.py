@@ -66,9 +66,11 @@ PAYLOAD_CODEC_BY_DTYPE = {
         lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite_values(x, 65504.0)))
     ),
     torch.float8_e5m2: PayloadCodec(
-        E5M2_FUNCTIONS.decode, lambda x: E5M2_FUNCTIONS.nearest(clamp_finite_values(x, 57344.0), None)
+        E5M2_FUNCTIONS.decode_code, lambda x: E5M2_FUNCTIONS.round_to_nearest(clamp_finite_values(x, 57344.0), None)
     ),
-    torch.float8_e4m3fn: PayloadCodec(E4M3FN_FUNCTIONS.decode, lambda x: E4M3FN_FUNCTIONS.nearest(x, None)),
+    torch.float8_e4m3fn: PayloadCodec(
+        E4M3FN_FUNCTIONS.decode_code, lambda x: E4M3FN_FUNCTIONS.round_to_nearest(x, None)
+    ),
 }
 
 
@@ -86,14 +88,14 @@ def take_smaller_number(a, b):
     return select(a < b, a, b)
 
 
-def take_larger_number(a, b):
+def take_larger_else_second(a, b):
     """Device function: the larger of two numbers; b where either is NaN."""
     return select(a > b, a, b)
 
 
 def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return take_smaller_number(take_larger_number(x, SMALLEST_SCALE), LARGEST_SCALE)
+    return take_smaller_number(take_larger_else_second(x, SMALLEST_SCALE), LARGEST_SCALE)
 
 
 def split_product_into_scale_and_factor(scales, number):
@@ -104,13 +106,13 @@ def split_product_into_scale_and_factor(scales, number):
 
 def compute_rescaling_factor(scale: Any, other: Any) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
-    return take_smaller_number(take_larger_number(scale / other, SMALLEST_SCALE), HUGE_SCALE)
+    return take_smaller_number(take_larger_else_second(scale / other, SMALLEST_SCALE), HUGE_SCALE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 SCALE_FUNCTION_BY_MULTIPLY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": lambda s, number, factor: split_product_into_scale_and_factor(s, number),
-    "values": lambda s, number, factor: (s[0], take_larger_number(1.0 / s[0], SMALLEST_SCALE)),
+    "values": lambda s, number, factor: (s[0], take_larger_else_second(1.0 / s[0], SMALLEST_SCALE)),
     "factor": lambda s, number, factor: (clamp_scale(math.prod(s, start=number)),),
     "levelled": lambda s, number, factor: (*split_product_into_scale_and_factor(s, number), 1.0 / s[1]),
     "brought": lambda s, number, factor: (s[1], compute_rescaling_factor(*s)),
@@ -120,11 +122,11 @@ SCALE_FUNCTION_BY_MULTIPLY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
 def choose_sum_scale_and_factors(scales, sign, least):
     """Device function: the larger of two scales, but no mask's beside another and a least one, and both factors."""
     a, b = scales
-    largest = take_larger_number(a, b)
-    usual = take_larger_number(
+    largest = take_larger_else_second(a, b)
+    usual = take_larger_else_second(
         select(a < MASK_SCALE_THRESHOLD, a, SMALLEST_SCALE), select(b < MASK_SCALE_THRESHOLD, b, SMALLEST_SCALE)
     )
-    held = take_larger_number(usual, take_smaller_number(largest, least))
+    held = take_larger_else_second(usual, take_smaller_number(largest, least))
     scale = select(usual == SMALLEST_SCALE, largest, held)
     return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
@@ -133,18 +135,18 @@ def choose_addmm_scale_and_factors(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
-    scale = take_larger_number(clamp_scale(base * beta_power), clamp_scale(both * power))
+    scale = take_larger_else_second(clamp_scale(base * beta_power), clamp_scale(both * power))
     return scale, clamp_scale(base / scale), clamp_scale(both / scale)
 
 
 def choose_rms_scale(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
-    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger_number(count, 1.0))))
+    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger_else_second(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_of_two_below(rms), power_of_two_below(needed)
     nearest = select(rms < below * LEAST_MANTISSA_ROUNDED_UP, below, take_smaller_number(below + below, LARGEST_SCALE))
     above = select(needed > beneath, beneath + beneath, beneath)
-    return (select(largest > 0.0, take_larger_number(nearest, above), zero_scale),)
+    return (select(largest > 0.0, take_larger_else_second(nearest, above), zero_scale),)
 
 
 # elements, in float32 --------------------------------------------------------------------------------------------

@@ -428,7 +428,7 @@ def _convert_to_dtype_and_storage(x: Tensor, dtype: torch.dtype, storage: Any, h
     return x.decode(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
 
 
-def _encode_tensor(x: Tensor, storage: torch.dtype, scale: Tensor | None, home: Any) -> ScaledTensor:
+def _encode_tensor(x: Tensor, storage: torch.dtype, scale: Tensor | None, home: torch.dtype | None) -> ScaledTensor:
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     if scale is None:
         scale = measure_rms_scale(x, storage)

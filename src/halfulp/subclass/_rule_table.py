@@ -21,7 +21,7 @@ _warned_fallbacks: set[tuple[str, str]] = set()
 _fallback_recorders: list[Counter[str]] = []
 
 
-class _RunningModelFallbacks:
+class _LatestModelFallbackCounts:
     """The counts of the model whose forward pass began last."""
 
     # Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
@@ -29,7 +29,7 @@ class _RunningModelFallbacks:
     counts: Counter[str] | None = None
 
 
-running_model_fallbacks = _RunningModelFallbacks()
+running_model_fallbacks = _LatestModelFallbackCounts()
 _strict_contexts: list[bool] = []
 
 

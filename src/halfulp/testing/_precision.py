@@ -295,7 +295,7 @@ def assert_precision_ok(
         f"{type(model).__name__}, {steps} steps of {rule} at lr {lr:g}{skipped}",
         bad,
         tuple(one for one in narrow.findings if one not in bad),
-        tuple(_list_differences_from_float32(plain, twin, narrow, tolerance)),
+        tuple(_rank_differences_from_float32(plain, twin, narrow, tolerance)),
         tolerance,
         tuple(narrow.unseen),
     )
@@ -319,7 +319,7 @@ def compute_default_tolerance(recipe: Recipe) -> float:
     return min(MAX_TOLERANCE, max(MIN_TOLERANCE, TOLERANCE_IN_EPS * spacing))
 
 
-def _list_differences_from_float32(
+def _rank_differences_from_float32(
     plain: ShortTraining, twin: ShortTraining, narrow: ShortTraining, tolerance: float
 ) -> list[DifferenceFromFloat32]:
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""

@@ -13,7 +13,7 @@ from halfulp.arithmetic._exact_sum_kernels import (
     LIMB_COUNT,
     MIN_EXPONENT,
     count_block_elements,
-    get_cut_counts_for_near_and_far_terms,
+    get_near_and_far_cut_counts,
 )
 from halfulp.kernels import engine, same_bits
 
@@ -83,7 +83,7 @@ def test_each_way_is_taken(dtype, monkeypatch, seed):
     far, special = near * powers(torch.randint(-reach, 1, near.shape)), near.clone()
     special[0, ::1024] = float("inf")
     kernels.sum_rows(near.to(dtype), None, None)  # a kernel's first call tries it on numbers of its own
-    first, second = get_cut_counts_for_near_and_far_terms(dtype, False)
+    first, second = get_near_and_far_cut_counts(dtype, False)
     tables, original = [], kernels._compile_table_kernel
     monkeypatch.setattr(kernels, "_compile_table_kernel", lambda by, table: tables.append(table) or original(by, table))
     for data, wanted in ((near, [first]), (far, [first, second][: 1 + (reach > 1)]), (special, [first, second])):

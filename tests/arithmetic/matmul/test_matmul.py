@@ -15,7 +15,7 @@ from halfulp.arithmetic._matmul import (
     _plan_workspace,
     find_largest_magnitude,
     matmul,
-    split_into_float16,
+    split_into_float16_components,
 )
 from halfulp.kernels import engine, same_bits
 
@@ -329,7 +329,7 @@ def test_fewer_bits_for_float32_products_are_not_taken(seed, setting, dtype, com
 def test_float32_as_float16_components(seed, exponent):
     x = torch.randn(1000) * 2.0**exponent
     for components in (1, 2, 3):
-        found = split_into_float16(x * 2.0**7, 2.0**-7, components)
+        found = split_into_float16_components(x * 2.0**7, 2.0**-7, components)
         assert all(torch.equal(p, q) for p, q in zip(found, split(x, F16, components), strict=True))
     assert find_largest_magnitude(x) == float(x.abs().max())
     assert math.isnan(find_largest_magnitude(torch.tensor([1.0, torch.nan, -torch.inf])))
@@ -435,6 +435,6 @@ def test_of_single_entries_no_more_are_computed_at_a_time_than_memory_is_meant_f
     monkeypatch.setattr(_matmul, "_MOST_PRODUCTS_AT_ONCE", 8)
     monkeypatch.setattr(_matmul, "_sum_products", lambda x, *more: counts.append(x[0].numel()) or compute(x, *more))
     entries = torch.ones(5, 5).nonzero(as_tuple=True)
-    (found,) = _matmul._compute_single_entries((a,), (b,), entries, 1, F64)
+    (found,) = _matmul._compute_entries_alone((a,), (b,), entries, 1, F64)
     assert counts == [32, 32, 32, 4]
     torch.testing.assert_close(found.view(5, 5), a @ b)

@@ -94,6 +94,16 @@ def test_the_digest_tells_what_is_called():
     assert of(2.0) != of(3.0)
 
 
+def test_the_digest_tells_the_kinds_of_its_inputs():
+    def of(kind):
+        element = ElementTraceBuilder(0)
+        word = element.add_input("word", kind)
+        return (word * word).trace.digest()
+
+    assert of("w32") == of("w32")
+    assert of("w32") != of("w64")
+
+
 def test_a_short_network_is_written_out():
     trace, _ = record_function(lambda a, b: record_out_of_line(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
     assert [line[0] for line in trace.lines] == ["input", "input", "add"]

@@ -13,7 +13,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import KernelMismatchError, divide, floor, select
 from halfulp.optim.step import _run as _run_module
-from halfulp.optim.step._kernel import compile_step, make_step_function
+from halfulp.optim.step._kernel import compile_step_kernel, make_step_table_function
 from halfulp.optim.step._run import compile_and_check_kernel
 
 from ... import samples
@@ -76,7 +76,7 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
     for (rule, update, store), codec in zip(samples.covering(combinations(), 12), codecs):
         parameter = torch.nn.Parameter(fit(torch.zeros(2, 32), store))
         optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-        made = make_step_function(optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, ""))
+        made = make_step_table_function(optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, ""))
         trace = made.trace
         own = trace.lines, trace.kinds, trace.stores, trace.sums, made.columns, made.constants, made.block
         assert known.setdefault(made.make_cache_key(), own) == own
@@ -116,7 +116,7 @@ def test_a_literal_in_a_rule_is_a_float32(seed):
 def test_a_step_that_is_compiled_to_other_bits_is_named(seed, monkeypatch):
     spec = _own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * g, m, v))
     other = _own_rule(spec, lambda w, g, m, v, lr: (lr * (g + g), m, v))
-    monkeypatch.setattr(_run_module, "compile_step", lambda _: compile_step(other))
+    monkeypatch.setattr(_run_module, "compile_step_kernel", lambda _: compile_step_kernel(other))
     with pytest.raises(KernelMismatchError, match="of_mine"):
         compile_and_check_kernel(spec)
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._random_identity import hash_name
+from halfulp.optim.parameters._random_identity import hash_parameter_name
 
 STEPS = 3
 ROUNDING = {
@@ -123,7 +123,7 @@ def _optimizer(model, groups=_one_group, rounding="stochastic", kind=hu.optim.Ad
 def _train(model, optimizer, first, last):
     for step in range(first, last):
         for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(hash((hash_name(name), step)) % 2**31)
+            generator = torch.Generator().manual_seed(hash((hash_parameter_name(name), step)) % 2**31)
             parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
         optimizer.step()
         optimizer.zero_grad()
@@ -215,7 +215,7 @@ def test_nothing_in_a_file_grows_with_the_square_of_the_parameters(way):
 def _older(saved):
     """A state_dict as older versions wrote it: with the numbers beside the names."""
     for group in saved["param_groups"]:
-        group["identities"] = [hash_name(name) for name in group["param_names"]]
+        group["identities"] = [hash_parameter_name(name) for name in group["param_names"]]
     return saved
 
 
@@ -301,7 +301,7 @@ def test_copies_and_edited_groups_keep_the_names_numbers():
     assert group["param_names"] == [name for name, _ in model.named_parameters()][::-1]
     group["params"][0] = torch.nn.Parameter(group["params"][0].detach().clone())
     other.state_dict()
-    assert other._identities[group["params"][0]] == ("layers.3.bias", hash_name("layers.3.bias"))
+    assert other._stream_ids[group["params"][0]] == ("layers.3.bias", hash_parameter_name("layers.3.bias"))
 
 
 def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
@@ -315,8 +315,8 @@ def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
         _set_flat(model, resumed, _flat(model, optimizer))
     _set_nested(model, resumed, _nested(model, optimizer))
     assert same_bits(
-        resumed.base.state[resumed._shadows[model.layers["0"].weight]]["square_avg"],
-        optimizer.base.state[optimizer._shadows[model.layers["0"].weight]]["square_avg"],
+        resumed.base.state[resumed._shadow_by_parameter[model.layers["0"].weight]]["square_avg"],
+        optimizer.base.state[optimizer._shadow_by_parameter[model.layers["0"].weight]]["square_avg"],
     )
 
 

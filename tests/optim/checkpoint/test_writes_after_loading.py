@@ -47,7 +47,7 @@ def _resumed(model_first, steps):
     return come
 
 
-def _copied(model, optimizer, update, wrapped):
+def _buffer_copies(model, optimizer, update, wrapped):
     return copy.deepcopy((model, optimizer))
 
 
@@ -62,7 +62,7 @@ COMES = {
     "load, optimizer first": _resumed(False, 0),
     "load over other steps, model first": _resumed(True, 1),
     "load over other steps, optimizer first": _resumed(False, 1),
-    "deepcopy": _copied,
+    "deepcopy": _buffer_copies,
     "pickle": _unpickled,
 }
 WRITES = {

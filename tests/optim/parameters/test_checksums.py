@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters._local_tensors import get_local
-from halfulp.optim.parameters._outside_writes import compute_checksums, has_differing_checksum
+from halfulp.optim.parameters._outside_writes import compute_payload_checksums, has_differing_checksum
 
 from .shards import make_problem, on_every_rank, sharded
 
@@ -17,7 +17,7 @@ WORDS |= {torch.float8_e4m3fn: torch.uint8, torch.float64: torch.int64}
 
 
 def checksums(x):
-    return compute_checksums(SimpleNamespace(payloads=[x], parameter=x, spec=SimpleNamespace(scaled=False)))
+    return compute_payload_checksums(SimpleNamespace(payloads=[x], parameter=x, spec=SimpleNamespace(scaled=False)))
 
 
 @pytest.mark.parametrize("dtype", WORDS)

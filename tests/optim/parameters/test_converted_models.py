@@ -34,13 +34,13 @@ def test_a_model_can_be_converted_beside_its_optimizer(kind, seed):
             if average is not None:
                 average.update()
             optimizer.zero_grad()
-            known = [optimizer._identities[p] for p in parameters]
+            known = [optimizer._stream_ids[p] for p in parameters]
             model.to("cpu")
             if number == 2 and kind.startswith("plain"):
                 model.double().float()
             gc.collect()
             assert all(now is then for now, then in zip(model.parameters(), parameters))
-            assert [optimizer._identities[p] for p in parameters] == known
+            assert [optimizer._stream_ids[p] for p in parameters] == known
             assert all(p in optimizer._plans and optimizer.state[p]["step"] == number + 1 for p in parameters)
         copied = copy.deepcopy(model)
         for parameter in copied.parameters():

@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._outside_writes import read_auxiliary_tensors
+from halfulp.optim.parameters._outside_writes import read_valid_auxiliary_tensors
 from halfulp.scaled import ScaledTensor
 
 from ...laws.optim.cases import UPDATES, Adder, narrow_updates, stored_updates
@@ -284,6 +284,6 @@ def test_what_was_written_is_the_whole_weight(seed, update, store):
     with torch.no_grad():
         held.parameter.copy_(torch.randn(SIZE))
     read = held.plan.spec.update.read(
-        held.plan.spec.store, [held.parameter.detach(), *read_auxiliary_tensors(held.plan)]
+        held.plan.spec.store, [held.parameter.detach(), *read_valid_auxiliary_tensors(held.plan)]
     )
     assert torch.equal(read, held.plan.spec.store.decode(held.parameter.detach()))

@@ -3,7 +3,7 @@
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._random_identity import hash_name, list_identities
+from halfulp.optim.parameters._random_identity import hash_parameter_name, list_stream_ids
 
 
 def _step(groups, **options):
@@ -73,4 +73,6 @@ def _trained_in_backward(count, steps=2, named=False):
 
 def test_names_stay_the_identities_in_backward():
     _, optimizers = _trained_in_backward(3, named=True)
-    assert [list_identities(o.param_groups[0]) for o in optimizers] == [[hash_name(f"layers.{k}")] for k in range(3)]
+    assert [list_stream_ids(o.param_groups[0]) for o in optimizers] == [
+        [hash_parameter_name(f"layers.{k}")] for k in range(3)
+    ]

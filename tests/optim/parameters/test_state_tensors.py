@@ -143,7 +143,7 @@ def values(net, optimizer):
     for name, parameter in net.named_parameters():
         plan = optimizer._plans[parameter]
         decoded = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
-        assert plan.spec.codecs[0].columns == 2, "8-bit codes"
+        assert plan.spec.codecs[0].tensor_count == 2, "8-bit codes"
         for number, value in enumerate([*plan.payloads, *plan.auxiliary_tensors, *decoded]):
             value = wrap_like_dtensor(value, parameter)
             found[name, number] = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -36,7 +36,7 @@ def test_specifications_are_pickled(name, parameter):
     kind, options = OPTIMIZERS[name]
     make, more = PARAMETERS[parameter]
     optimizer = kind([torch.nn.Parameter(make())], **options, **more)
-    spec = optimizer._find_valid_plan(optimizer.param_groups[0], 0).spec
+    spec = optimizer._get_valid_plan(optimizer.param_groups[0], 0).spec
     for again in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
         assert again == spec
         assert hash(again) == hash(spec)

@@ -59,7 +59,7 @@ def test_a_store_takes_the_neighbour_that_its_draw_says(seed, name):
 @pytest.mark.parametrize("store", [FP16, E4M3, E5M2], ids=lambda store: store.name)
 def test_a_scaled_root_takes_the_code_that_its_draw_says(seed, store):
     """value^2 is right on average: the upper code where chance (h^2 - l^2) < x^2 - l^2; a positive one is never 0."""
-    codec = TensorScaleCodec(store, squared=True, stochastic=True)
+    codec = TensorScaleCodec(store, is_second_moment=True, stochastic=True)
     fmt = hu.formats.get(store.name)
     roots = _spread(store, 600).abs().clamp(min=2.0**-60)
     random = torch.randint(0, 2**32, roots.shape)
@@ -89,7 +89,7 @@ def test_an_8_bit_code_is_what_its_draw_says(seed, squared):
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.describe_tensors("x", roots.shape).values()]
     element = ElementTraceBuilder(2)
     given = element.add_input("root"), element.add_input("random", "w32")
-    codec.save_unsquared(element.arrays, element.index, element.emit_block_index(), *given)
+    codec.store_before_squaring(element.arrays, element.index, element.emit_block_index(), *given)
     run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
     size = roots.double().abs() / held[1].double().repeat_interleave(64) * most**3
     k = (size ** (1 / 3) + 1e-9).floor()

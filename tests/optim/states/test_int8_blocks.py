@@ -8,14 +8,14 @@ from halfulp.kernels._device_function import PointerTableFunction
 from halfulp.kernels._operations import load32, real, store32, word
 from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel
-from halfulp.optim.states._int8_blocks import LARGEST_UNSIGNED_CUBE, approximate_cube_root
+from halfulp.optim.states._int8_blocks import LARGEST_UNSIGNED_CUBE, approximate_cube_root_plus_offset
 
 
 def _roots(x):
-    """`approximate_cube_root` of float32, compiled."""
+    """`approximate_cube_root_plus_offset` of float32, compiled."""
     trace = Trace(torch.float32)
     i, source, out = (trace.emit(*given) for given in (("index", (), None, "index"), *_addresses(2)))
-    store32(out, i, word(approximate_cube_root(real(load32(source, i)), np.float32(-0.0))))
+    store32(out, i, word(approximate_cube_root_plus_offset(real(load32(source, i)), np.float32(-0.0))))
     found = np.zeros_like(x)
     chunks, pointers = np.array([[0, 0, len(x), 0]]), np.array([[x.ctypes.data, found.ctypes.data]])
     compile_pointer_table_kernel("test", PointerTableFunction(trace, 2))(

@@ -94,9 +94,9 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 def _save_roots(codec, held, roots):
     element = ElementTraceBuilder(2)
     given = element.add_input("root"), element.add_input("random", "w32")
-    codec.save_unsquared(element.arrays, element.index, element.emit_block_index(), *given)
+    codec.store_before_squaring(element.arrays, element.index, element.emit_block_index(), *given)
     random = torch.randint(0, 2**16, roots.shape, dtype=torch.int32)
-    run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block)
+    run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block_length)
 
 
 @pytest.mark.parametrize("squared", [False, True])

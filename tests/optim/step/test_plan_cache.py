@@ -44,7 +44,7 @@ def _memory(change):
     return _changed(lambda model, optimizer, state: setattr(model.weight, "data", change(model.weight.data)))
 
 
-def _copied(duplicate):
+def _buffer_copies(duplicate):
     def way(model, optimizer):
         model, optimizer = duplicate((model, optimizer))
         return model.weight, optimizer
@@ -77,8 +77,8 @@ WAYS = {
     "seed": _option("seed", 5),
     "rule": _option("amsgrad", True),
     "load_state_dict": _changed(lambda model, optimizer, state: optimizer.load_state_dict(optimizer.state_dict())),
-    "deepcopy": _copied(copy.deepcopy),
-    "pickle": _copied(lambda both: pickle.loads(pickle.dumps(both))),
+    "deepcopy": _buffer_copies(copy.deepcopy),
+    "pickle": _buffer_copies(lambda both: pickle.loads(pickle.dumps(both))),
     "state replaced": _changed(lambda model, optimizer, state: optimizer.state.update({model.weight: dict(state)})),
     "state tensor replaced": _changed(lambda model, optimizer, state: state.update(exp_avg=state["exp_avg"].clone())),
     "state tensor deleted": _changed(lambda model, optimizer, state: state.pop("exp_avg_sq")),
@@ -102,16 +102,16 @@ def test_what_is_out_of_date_is_planned_anew(way, seed):
     _step(changed)
     new = changed._plans[parameter]
     assert new is not old
-    assert (new.address, new.stride) == (parameter.data_ptr(), parameter.stride())
+    assert (new.payload_address, new.stride) == (parameter.data_ptr(), parameter.stride())
     state = changed.state[parameter]
     assert new.state is state
-    assert [state[name].data_ptr() for name in new.spec.tensor_names] == new.stored_addresses
+    assert [state[name].data_ptr() for name in new.spec.tensor_names] == new.stored_tensor_addresses
     assert not torch.equal(parameter.detach(), before)
     _step(changed)
     assert changed._plans[parameter] is new
     if old.parameter is parameter:
         assert new.record is old.record
-        assert new.record.lost.samples == 4
+        assert new.record.lost_updates.counted_steps == 4
 
 
 def test_a_plan_is_not_assigned_to(seed):
@@ -131,17 +131,17 @@ def test_tables_go_with_their_plans_and_stay_with_them(seed):
     optimizer.add_param_group({"params": [("other", other)], "state_dtype": torch.float32})
     with hu.kernels.engine("llvm"):
         _step(optimizer)
-        (table,) = optimizer._plans.roster.tables
+        (table,) = optimizer._plans.batch_tables.tables
         _step(optimizer)
-        assert optimizer._plans.roster.tables == [table], "the same plans"
+        assert optimizer._plans.batch_tables.tables == [table], "the same plans"
         other.data = other.data.clone()
         _step(optimizer)
-        (newer,) = optimizer._plans.roster.tables
+        (newer,) = optimizer._plans.batch_tables.tables
         assert newer is not table
         assert [one is two for one, two in zip(newer.plans, table.plans)] == [True, False]
         assert newer.pointers[1, 0] == other.data_ptr()
         optimizer._plans.invalidate_all()
-    assert optimizer._plans.roster is None
+    assert optimizer._plans.batch_tables is None
 
 
 def test_what_a_step_was_given_is_gone_after_it(seed):

@@ -10,7 +10,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.step import _batch
-from halfulp.optim.step._batch import BatchedParameters
+from halfulp.optim.step._batch import CachedBatchTables
 
 COUNT = 4
 
@@ -203,7 +203,7 @@ GRADIENTS = {
 
 
 def _is_anew(run):
-    run.optimizer._plans.roster = None
+    run.optimizer._plans.batch_tables = None
 
 
 @pytest.mark.sampled(1)
@@ -261,8 +261,8 @@ def test_a_write_to_what_shares_a_counter_is_no_write(seed):
 
 def test_steps_that_repeat_take_the_roster_over(monkeypatch):
     run, made = Run(), []
-    build = BatchedParameters.__init__
-    monkeypatch.setattr(BatchedParameters, "__init__", lambda self, *given: made.append(1) or build(self, *given))
+    build = CachedBatchTables.__init__
+    monkeypatch.setattr(CachedBatchTables, "__init__", lambda self, *given: made.append(1) or build(self, *given))
     for number in range(8):  # metered ones among them
         run.step(number)
     assert made == [1]
@@ -278,8 +278,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_under_a_mode_and_behind_it_take_the_roster_over(mode, monkeypatch):
     kept, anew, made = Run(), Run(), []
-    build = BatchedParameters.__init__
-    monkeypatch.setattr(BatchedParameters, "__init__", lambda self, *given: made.append(1) or build(self, *given))
+    build = CachedBatchTables.__init__
+    monkeypatch.setattr(CachedBatchTables, "__init__", lambda self, *given: made.append(1) or build(self, *given))
     for number in range(9):
         with MODES[mode]() if number % 4 < 2 else contextlib.nullcontext():
             kept.step(number)
@@ -290,8 +290,8 @@ def test_steps_under_a_mode_and_behind_it_take_the_roster_over(mode, monkeypatch
 
 def test_gradients_that_require_gradients_take_the_roster_over(monkeypatch):
     run, made = Run(), []
-    build = BatchedParameters.__init__
-    monkeypatch.setattr(BatchedParameters, "__init__", lambda self, *given: made.append(1) or build(self, *given))
+    build = CachedBatchTables.__init__
+    monkeypatch.setattr(CachedBatchTables, "__init__", lambda self, *given: made.append(1) or build(self, *given))
     for number in range(4):
         run.step(number, lambda run: [parameter.grad.requires_grad_() for parameter in run.parameters])
     assert made == [1]
@@ -300,11 +300,11 @@ def test_gradients_that_require_gradients_take_the_roster_over(monkeypatch):
 def test_without_native_checks_every_step_plans_anew(monkeypatch):
     """In a torch without TensorGuards."""
     fast, plain, made = Run(), Run(), []
-    build = BatchedParameters.__init__
+    build = CachedBatchTables.__init__
     for number in range(5):
         fast.step(number)
     monkeypatch.setattr(_batch, "TensorGuards", None)
-    monkeypatch.setattr(BatchedParameters, "__init__", lambda self, *given: made.append(1) or build(self, *given))
+    monkeypatch.setattr(CachedBatchTables, "__init__", lambda self, *given: made.append(1) or build(self, *given))
     for number in range(5):
         assert not plain.step(number)
     assert len(made) == 5
@@ -350,7 +350,7 @@ def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
             if number in (4, 6, 9):
                 with torch.no_grad():
                     parameter[0].mul_(0.5)
-        two._plans.roster = None
+        two._plans.batch_tables = None
         one.step(), two.step()
         states = one.state[kept], two.state[anew]
         assert same_bits(kept.detach().decode(), anew.detach().decode()), number

@@ -13,7 +13,7 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
 from halfulp.optim.states._codec import TensorScaleCodec
-from halfulp.optim.step._scales import SCALE_WINDOW_BY_DTYPE, fit_weight_scale
+from halfulp.optim.step._scales import PAYLOAD_BINADE_WINDOW_BY_DTYPE, fit_weight_scale
 from halfulp.scaled import ScaledTensor
 
 from ... import samples
@@ -139,7 +139,7 @@ def choose_weight_scale(dtype, present, largest):
 
 
 def test_a_scale_is_kept_inside_its_window_and_powers_of_two_are_exact(seed):
-    for dtype, (low, high, target) in SCALE_WINDOW_BY_DTYPE.items():
+    for dtype, (low, high, target) in PAYLOAD_BINADE_WINDOW_BY_DTYPE.items():
         assert torch.finfo(dtype).max >= 2.0 ** (high + 1) * 0.99
         for binade in range(low, high + 1):
             assert choose_weight_scale(dtype, 2.0**-5, 1.5 * 2.0 ** (binade - 5)) == 2.0**-5
@@ -389,7 +389,7 @@ GREATEST = float(np.finfo(np.float32).max)
 
 def _weight_scale(dtype, scale, largest, stored):
     """The new scale of a weight, by Python's floats, and the factor that brings the payload there."""
-    low, high, target = SCALE_WINDOW_BY_DTYPE[dtype]
+    low, high, target = PAYLOAD_BINADE_WINDOW_BY_DTYPE[dtype]
     binade = math.frexp(largest)[1] - 1
     if largest == 0 or low <= binade - (math.frexp(scale)[1] - 1) <= high:
         return scale, 1.0
@@ -414,7 +414,7 @@ def _magnitudes(seed):
 
 
 @pytest.mark.parametrize("library", [np.array, torch.tensor])
-@pytest.mark.parametrize("dtype", SCALE_WINDOW_BY_DTYPE)
+@pytest.mark.parametrize("dtype", PAYLOAD_BINADE_WINDOW_BY_DTYPE)
 def test_the_scale_of_a_weight_and_the_factor_to_it_are_pythons(seed, dtype, library):
     most, magnitudes = torch.finfo(dtype).max, _magnitudes(seed)
     stored = [x for x in magnitudes[::3] if x <= most] + [most]
@@ -431,7 +431,7 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_pythons(seed, dtype, lib
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", STATES)
 def test_the_scale_of_a_state_is_the_least_that_it_fits_under(seed, dtype, squared):
-    codec = TensorScaleCodec(PAYLOAD_STORE_BY_DTYPE[dtype], stochastic=True, squared=squared)
+    codec = TensorScaleCodec(PAYLOAD_STORE_BY_DTYPE[dtype], stochastic=True, is_second_moment=squared)
     most = torch.finfo(dtype).max
     edges = [math.ldexp(most, k) for k in range(-160, 112)]
     sides = [float(np.nextafter(np.float32(x), np.float32(to))) for x in edges for to in (0.0, np.inf)]

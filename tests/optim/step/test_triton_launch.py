@@ -13,7 +13,7 @@ from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels import record_function, select
 from halfulp.kernels.triton._writer import write_functions
 from halfulp.optim._storage import STORE_BY_DTYPE
-from halfulp.optim.step._triton_kernel import make_step_kernel
+from halfulp.optim.step._triton_kernel import make_triton_step_kernel
 
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
@@ -41,8 +41,8 @@ def _kind(rule, update, store, codec, gradient, metered=False):
 
 def _check_source_of(*kind):
     kind = _kind(*kind)
-    text = make_step_kernel(kind).source
-    assert text == make_step_kernel.__wrapped__(kind).source, "not deterministic"
+    text = make_triton_step_kernel(kind).source
+    assert text == make_triton_step_kernel.__wrapped__(kind).source, "not deterministic"
     assert {"element", "run"} <= check_source(text)
 
 
@@ -122,7 +122,7 @@ def test_the_compiler_fuses_and_flushes_nothing(case, capability, monkeypatch, t
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = make_step_kernel(_kind(*case))
+    kernel = make_triton_step_kernel(_kind(*case))
     totals = {"totals": "*fp64"} if kernel.table.trace.sums else {}
     types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
     whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}

@@ -13,7 +13,7 @@ from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton._launch import PointerTableKernel
 from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
 from halfulp.optim.step._run import make_reduction_spec
-from halfulp.optim.step._triton_kernel import make_step_kernel
+from halfulp.optim.step._triton_kernel import make_triton_step_kernel
 from halfulp.scaled import ScaledTensor
 
 from ...kernels.triton.compiled import inexact
@@ -202,8 +202,8 @@ def _spec(case, metered=False):
 def test_every_kind_of_scaled_step_is_written_in_what_triton_can_compile(case, metered):
     spec = _spec(case, metered)
     for one in (spec, make_reduction_spec(spec, "amax")):
-        text = make_step_kernel(one).source
-        assert text == make_step_kernel.__wrapped__(one).source, "not deterministic"
+        text = make_triton_step_kernel(one).source
+        assert text == make_triton_step_kernel.__wrapped__(one).source, "not deterministic"
         assert {"element", "run"} <= check_source(text)
 
 
@@ -215,7 +215,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = _spec(case, metered)
-    for kernel in map(make_step_kernel, (spec, make_reduction_spec(spec, "amax"))):
+    for kernel in map(make_triton_step_kernel, (spec, make_reduction_spec(spec, "amax"))):
         totals = {"totals": "*i32" if kernel.maximum_count else "*fp64"} if kernel.table.trace.sums else {}
         types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
         whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}

@@ -34,7 +34,7 @@ def test_every_code_decodes_and_encodes_back(name):
     codes = _every_code(store)
     real = store.decode(codes)
     assert same_bits(real, codes.float())
-    assert same_bits(real, torch.from_numpy(on_numbers(store.real, np.arange(256, dtype=np.uint32)).copy()))
+    assert same_bits(real, torch.from_numpy(on_numbers(store.decode_code, np.arange(256, dtype=np.uint32)).copy()))
     for random in (None, torch.full(codes.shape, 2**32 - 1)):
         again = store.encode(real, random)
         assert same_bits(_picked(again, ~real.isinf()), _picked(codes, ~real.isinf()))
@@ -58,8 +58,8 @@ def test_the_pieces_on_numbers_are_those_on_tensors(seed, name):
     random = torch.randint(0, 2**32, values.shape)
     wanted = [store.encode(values, given).view(torch.uint8).tolist() for given in (None, random)]
     words = random.numpy().astype(np.uint32)
-    assert on_numbers(store.nearest, values.numpy(), words).tolist() == wanted[0]
-    assert on_numbers(store.stochastic, values.numpy(), words).tolist() == wanted[1]
+    assert on_numbers(store.round_to_nearest, values.numpy(), words).tolist() == wanted[0]
+    assert on_numbers(store.round_stochastically, values.numpy(), words).tolist() == wanted[1]
 
 
 @pytest.mark.parametrize("name", STORES)

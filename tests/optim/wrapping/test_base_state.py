@@ -241,7 +241,9 @@ def test_parameters_may_be_regrouped_between_steps():
     parameters = _parameters()
     optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
     _steps(optimizer, parameters, 0, 1)
-    momenta = [optimizer.base.state[optimizer._shadows[one]]["momentum_buffer"].clone() for one in parameters]
+    momenta = [
+        optimizer.base.state[optimizer._shadow_by_parameter[one]]["momentum_buffer"].clone() for one in parameters
+    ]
     before = [parameter.detach().clone() for parameter in parameters]
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": parameters[:1], "lr": 0.0, "momentum": 1.0})
@@ -252,7 +254,7 @@ def test_parameters_may_be_regrouped_between_steps():
     stayed = [same_bits(one, other.detach()) for one, other in zip(before, parameters, strict=True)]
     assert stayed == [True, *[False] * (len(parameters) - 1)]
     for parameter, momentum in zip(parameters, momenta, strict=True):
-        assert same_bits(optimizer.base.state[optimizer._shadows[parameter]]["momentum_buffer"], momentum)
+        assert same_bits(optimizer.base.state[optimizer._shadow_by_parameter[parameter]]["momentum_buffer"], momentum)
 
 
 class _WritesSeed(torch.optim.SGD):

@@ -188,7 +188,7 @@ class ArgumentGradientMover:
             node.metadata[global_site] = self._site
         if self.hooks_by_input or self.leaf_hooks_by_id:
             for node, moves in self._list_nodes_reading_arguments(made, leaving, start_sequence_nr):
-                node.register_hook(_make_slot_hook(self._backward, moves))
+                node.register_hook(_make_node_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
                 node.metadata[global_site] = self._site
 
@@ -222,7 +222,7 @@ class ArgumentGradientMover:
                 yield node, tuple(moves)
 
 
-def _make_slot_hook(backward: BackwardHooks, moves: SlotHooks) -> Callable:
+def _make_node_hook(backward: BackwardHooks, moves: SlotHooks) -> Callable:
     """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 

@@ -102,7 +102,7 @@ def make_multiplying_hook(backward: BackwardHooks, node_name: str, moves: tuple[
         found = list(gradients)
         for slot, exponent, sign in moves:
             if found[slot] is not None:
-                found[slot] = following.multiply_by_power_and_lift(found[slot], exponent, sign)
+                found[slot] = following.multiply_by_power_with_lift(found[slot], exponent, sign)
         return tuple(found)
 
     return multiply_gradients
@@ -325,7 +325,7 @@ def _move_output_gradient(
     gradient = gradients[0]
     if gradient is None or not any(move):
         return None
-    return backward.loss_follower.multiply_by_power_and_lift(gradient, *move), *gradients[1:]
+    return backward.loss_follower.multiply_by_power_with_lift(gradient, *move), *gradients[1:]
 
 
 def count_replays(scaler: Any) -> int:

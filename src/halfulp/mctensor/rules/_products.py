@@ -16,7 +16,7 @@ from ...arithmetic import Parts
 from ...arithmetic._matmul import (
     borrow_float32_product_of_float16_components,
     find_largest_magnitude,
-    split_into_float16,
+    split_into_float16_components,
 )
 from ...kernels import define_operator
 from ...subclass._derivation import aten
@@ -87,7 +87,7 @@ def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], compo
             exponent = math.frexp(largest)[1] - (OVERFLOW_EXPONENT_BY_DTYPE[torch.float16] - HEADROOM_BINADES)
             power = max(math.ldexp(factor, exponent), 2.0**-126)
             if power <= 2.0**127:
-                parts = split_into_float16(product, factor / power, components)
+                parts = split_into_float16_components(product, factor / power, components)
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
     wide = _multiply_in_float64(*payloads, scales, 1)
     scale = choose_scale(find_largest_finite_magnitude(wide[0]), torch.float16)

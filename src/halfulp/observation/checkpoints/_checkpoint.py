@@ -24,7 +24,7 @@ from ..._messages import name_type, quote
 from ...kernels import get_plain_address_or_zero
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import get_local
-from ...optim.parameters._random_identity import strip_wrapper_names
+from ...optim.parameters._random_identity import strip_wrapper_prefixes
 from ...scaled import ScaledTensor
 
 
@@ -149,12 +149,12 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
 
 def _read_parameter_names_of_optimizer(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
     if keys and all(isinstance(key, str) for key in keys):
-        return dict(zip(keys, strip_wrapper_names(keys), strict=True))
+        return dict(zip(keys, strip_wrapper_prefixes(keys), strict=True))
     given = [group.get("param_names") for group in optimizer.groups]
     own = [list(names) if isinstance(names, list | tuple) else [] for names in given]
     if not keys or list(map(len, own)) != list(map(len, optimizer.keys_by_group)):
         return None
-    return dict(zip(keys, strip_wrapper_names(itertools.chain(*own)), strict=True))
+    return dict(zip(keys, strip_wrapper_prefixes(itertools.chain(*own)), strict=True))
 
 
 def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
@@ -313,7 +313,7 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
     read: set[tuple[Any, ...]] = set()
     for key in models:
         prefix, own = f"{key}." if len(models) > 1 else "", groups[key]
-        names = strip_wrapper_names(".".join(map(str, where if key is None else where[1:])) for where in own)
+        names = strip_wrapper_prefixes(".".join(map(str, where if key is None else where[1:])) for where in own)
         found |= {prefix + name: leaf for name, leaf in zip(names, own.values(), strict=True)}
         read |= own.keys()
     unread = [where for where, leaf in leaves.items() if where not in read and not _is_training_state(where[0], leaf)]
@@ -472,7 +472,7 @@ def _open_sharded(index: Path) -> Checkpoint:
             "save_pretrained does"
         )
     found = _open_safetensors(shards)
-    absent = [name for name in strip_wrapper_names(placed) if name not in found.tensors]
+    absent = [name for name in strip_wrapper_prefixes(placed) if name not in found.tensors]
     if absent:
         raise ValueError(f"the shards of {index} lack {quote(absent)}: index and shards are of different checkpoints")
     return found
@@ -482,7 +482,7 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= read_safetensors(path)
-    named = dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True))
+    named = dict(zip(strip_wrapper_prefixes(tensors), tensors.values(), strict=True))
     return Checkpoint(str(paths[0]), named, is_ordered=False)
 
 

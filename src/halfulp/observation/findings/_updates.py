@@ -91,7 +91,7 @@ def has_compensated_rounding(parameter: ParameterRecord) -> bool:
 
 MISSING_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
-WARNING_ABOVE_LR_SHARE_AFTER_FREEZE = 0.02
+WARNING_FROM_WASTED_SHARE_OF_COMING_LR = 0.02
 ERROR_ABOVE_LR_SHARE_AFTER_FREEZE = 0.5
 FROZEN_FROM_START_DIAGNOSIS = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
 UPDATE_SOURCE_OPTIMIZER_STATE = "the optimizer's state"
@@ -113,7 +113,9 @@ class FreezeAhead(FindingKind):
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
-                severity: Severity = "warning" if layer.after_freeze >= WARNING_ABOVE_LR_SHARE_AFTER_FREEZE else "note"
+                severity: Severity = (
+                    "warning" if layer.after_freeze >= WARNING_FROM_WASTED_SHARE_OF_COMING_LR else "note"
+                )
                 severity = "error" if layer.after_freeze >= ERROR_ABOVE_LR_SHARE_AFTER_FREEZE else severity
                 frozen.setdefault((severity, name_dtype(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ... import formats
 from ..._messages import name_type, quote
 from ...kernels import keeping_subnormals, to_float64
-from ...optim._optimizer import find_inner_optimizer
+from ...optim._optimizer import unwrap_optimizer
 from ..checkpoints._checkpoint import open_checkpoint, parse_checkpoint_content
 from ..findings import collect_findings
 from ._inputs import (
@@ -114,7 +114,7 @@ def forecast(
         if asked.torch_dtype is None:
             raise ValueError(f"dtype={dtype!r}: torch has no dtype of {asked.name}; give one that it has, as 'bf16'")
         dtype = asked.torch_dtype
-    optimizer_or_lr = find_inner_optimizer(optimizer_or_lr)
+    optimizer_or_lr = unwrap_optimizer(optimizer_or_lr)
     named = model_or_state.named_parameters() if isinstance(model_or_state, nn.Module) else ()
     weights = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if isinstance(optimizer_or_lr, torch.optim.Optimizer):
@@ -169,7 +169,7 @@ def _check_option(name: str, given: Any) -> None:
 def _refuse_scheduler_of_other_optimizer(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(schedule, LRScheduler):
         return
-    own = find_inner_optimizer(schedule.optimizer)
+    own = unwrap_optimizer(schedule.optimizer)
     # Optimizers that wrap another one share its groups.
     if own is not optimizer and own.param_groups is not optimizer.param_groups:
         raise ValueError(
@@ -191,7 +191,7 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
         for position, trained in enumerate(inputs.parameters)
     )
     notes = list(inputs.notes)
-    broken = [one.name for one in inputs.parameters if _has_nonfinite_elements(one, sample)]
+    broken = [one.name for one in inputs.parameters if _has_nonfinite_sampled_elements(one, sample)]
     if broken:
         notes.append(f"{quote(broken)} hold NaN or infinity, in weights or states: these elements are left out")
     unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
@@ -207,11 +207,11 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     return replace(made, findings=collect_findings("forecast", made))
 
 
-def _has_nonfinite_elements(trained: TrainedTensor, sample: int) -> bool:
-    """Return whether the elements that are followed have NaN or infinity, or their states have."""
+def _has_nonfinite_sampled_elements(trained: TrainedTensor, max_elements: int) -> bool:
+    """Return whether the sampled elements have NaN or infinity, or their states have."""
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
-    index = sample_positions(count, sample)
+    index = sample_positions(count, max_elements)
     return any(
         not bool(to_float64(one.detach().flatten()[index]).isfinite().all())
         for one in [trained.value, *states]

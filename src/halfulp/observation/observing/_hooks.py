@@ -72,7 +72,7 @@ class ModuleHooks:
         # Samples of outputs by module, None behind a second run.
         self._first_outputs: dict[str, OutputSample | None] = {}
         self._hook_by_module = {module: ModuleHook(self._observe_module_run, name) for module, name in names.items()}
-        self._compiled_check = CompiledModuleCheck(recorder, wrappers)
+        self._compiled_check = CompiledVersusEagerComparison(recorder, wrappers)
 
     def attach(self) -> None:
         """Attach the hooks."""
@@ -396,7 +396,7 @@ def keep_or_compare_recomputed_output(
         keep_larger_difference(recorder.record.recomputed, measure_output_difference(name, before, sample))
 
 
-class CompiledModuleCheck:
+class CompiledVersusEagerComparison:
     """Runs copies of the eager originals of compiled modules on copies of their inputs; says where that cannot be."""
 
     def __init__(self, recorder: Recorder, modules: dict[str, nn.Module]) -> None:

@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from ..._messages import name_type
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA
-from ...optim._optimizer import find_inner_optimizer
+from ...optim._optimizer import unwrap_optimizer
 from ...optim._wrap import is_wrappable
 from ...optim.parameters._local_tensors import get_local, get_payload
 from ...optim.parameters._narrow_groups import walk_group_parameters
-from ...optim.parameters._random_identity import strip_wrapper_names
+from ...optim.parameters._random_identity import strip_wrapper_prefixes
 from ...sinks import Sink
 from .._finding import Finding, format_findings, group_causes_as_dicts
 from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
@@ -154,7 +154,7 @@ def unwrap_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping | str | torch.Tensor)
     found = []
     for given in optimizer if several else [optimizer]:
-        one = find_inner_optimizer(given)
+        one = unwrap_optimizer(given)
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(
                 f"observe takes torch optimizers, got {name_type(one)}: give subclasses of torch.optim.Optimizer, "
@@ -571,7 +571,9 @@ class ObservedParameters:
             for parameter in module._parameters.values():
                 kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
         named = dict(model.named_parameters())
-        for name, parameter in zip(strip_wrapper_names(named, parallel=False), named.values(), strict=True):
+        for name, parameter in zip(
+            strip_wrapper_prefixes(named, strips_data_parallel=False), named.values(), strict=True
+        ):
             self._add_parameter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
             self._add_stepped_parameters(f"optimizer.{number}" if len(optimizers) > 1 else "optimizer", optimizer)

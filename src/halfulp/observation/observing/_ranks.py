@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...optim.parameters._local_tensors import is_dtensor
 from ...rounding import mix64
 from ._recorder import Recorder
-from ._sampler import hash_name, make_sampling_key, read_numbers, take_sample
+from ._sampler import hash_parameter_name, make_sampling_key, read_numbers, take_sample
 
 # Seconds that a rank waits, where it stops, for what the others have yet to say.
 OTHER_RANKS_WAIT_SECONDS = 5.0
@@ -58,7 +58,7 @@ class RankComparison:
         if len(ranks) == 1:
             return
         self._replicated = find_replicated_parameters(self._model, self._parameters)
-        name = f"halfulp/observe/{mix64(*map(hash_name, (str(ranks), *sorted(self._parameters)))):016x}"
+        name = f"halfulp/observe/{mix64(*map(hash_parameter_name, (str(ranks), *sorted(self._parameters)))):016x}"
         _observation_count_by_key[name] += 1
         self._store_keys = {rank: f"{name}/{rank}" for rank in sorted(ranks)}
         self._summary_key = f"{self._store_keys[self.rank]}/{_observation_count_by_key[name]}"

@@ -29,7 +29,7 @@ RUNS_PER_SAMPLE = 32
 SAMPLE_SIZE = SAMPLED_RUN_LENGTH * RUNS_PER_SAMPLE
 
 
-def hash_name(name: str) -> int:
+def hash_parameter_name(name: str) -> int:
     """Return 64 bits that stand for a name, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
@@ -37,7 +37,7 @@ def hash_name(name: str) -> int:
 @functools.lru_cache(4096)
 def make_sampling_key(step: int, name: str) -> int:
     """Return the key of a tensor's places at a step."""
-    return mix64(0, step, hash_name(name))
+    return mix64(0, step, hash_parameter_name(name))
 
 
 @functools.lru_cache(4096)

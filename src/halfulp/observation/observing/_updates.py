@@ -180,7 +180,7 @@ class ParameterBeforeStep(NamedTuple):
 def sample_tensors(
     recorder: Recorder, records: Sequence[ParameterRecord], numbers: Sequence[StoredNumbers], role: Role | None = None
 ) -> list[torch.Tensor]:
-    """Return samples of one tensor per parameter in float64; under a role count the tensors, too."""
+    """Return float64 samples of one tensor per parameter; with a role, record the tensors' numbers under it."""
     samples = []
     for record, one in zip(records, numbers, strict=True):
         sample = take_sample(one.values, recorder.get_sampling_key(record.name))

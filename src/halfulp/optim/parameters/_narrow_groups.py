@@ -20,7 +20,7 @@ from ...subclass.models._parameter_holders import (
 from .._group_options import check_ranks_agree
 from .._storage import STORE_BY_DTYPE
 from ._local_tensors import get_local, is_dtensor
-from ._narrowing import is_marked_as_float32, pop_kept_float32_values
+from ._narrowing import is_marked_to_stay_float32, pop_kept_float32_values
 from ._outside_writes import record_payload_version
 
 
@@ -52,7 +52,7 @@ def narrow_group_parameters(optimizer: Any, groups: Iterable[dict], sharded: lis
 def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
     for group in groups:
         for position, parameter in enumerate(() if group["param_dtype"] is None else group["params"]):
-            if parameter.dtype == torch.float32 and not is_marked_as_float32(parameter):
+            if parameter.dtype == torch.float32 and not is_marked_to_stay_float32(parameter):
                 yield group, position
 
 
@@ -120,7 +120,7 @@ def refuse_unused_weight_update(optimizer: Any, groups: Iterable[dict]) -> None:
             name = read_parameter_name(group, position)
             if optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact":
                 return
-            if idle is None and not is_marked_as_float32(parameter):
+            if idle is None and not is_marked_to_stay_float32(parameter):
                 idle = name, chosen.name
     if idle is not None:
         raise ValueError(

@@ -48,7 +48,7 @@ def widen_parameter(parameter: Tensor) -> None:
     replace_parameter_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
 
-def mark_as_float32(parameter: Tensor, kept: bool = True) -> None:
+def mark_to_stay_float32(parameter: Tensor, kept: bool = True) -> None:
     """Mark a parameter that no ``param_dtype=`` narrows, or take the mark away."""
     if kept:
         setattr(parameter, _FLOAT32_ATTRIBUTE, True)
@@ -56,6 +56,6 @@ def mark_as_float32(parameter: Tensor, kept: bool = True) -> None:
         parameter.__dict__.pop(_FLOAT32_ATTRIBUTE, None)
 
 
-def is_marked_as_float32(parameter: Tensor) -> bool:
+def is_marked_to_stay_float32(parameter: Tensor) -> bool:
     """Return whether the parameter is marked to stay float32."""
     return getattr(parameter, _FLOAT32_ATTRIBUTE, False)

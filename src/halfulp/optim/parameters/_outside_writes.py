@@ -2,8 +2,8 @@
 
 A residual, low bits or a master copy are neutral again, for the whole parameter, where the parameter's version counter
 or address shows that somebody else has written it. A write through `.data`, which no counter shows, is detected element
-by element in the kernel (`fitting` of Kahan). Files and copies hold checksums of the payload that their auxiliary
-tensors belong to, because version counters are not saved.
+by element in the kernel (`zero_oversized_residual` of Kahan). Files and copies hold checksums of the payload that their
+auxiliary tensors belong to, because version counters are not saved.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from ..._messages import find_user_stack_level
 from ...kernels import compute_row_checksums, same_bits
 from ._local_tensors import get_local, is_dtensor
-from ._parameter_plan import ANY_VERSION, MOVED_VERSION, WARNED_AT_RESET, ParameterPlan, PayloadVersion
+from ._parameter_plan import MOVED_VERSION, UNKNOWN_VERSION, WARNED_STEP, ParameterPlan, PayloadVersion
 
 CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
 LEGACY_PAYLOAD_COPY_STEPS_KEY = "payload_copy_steps"
 PAYLOAD_IDENTITY_KEYS = (CHECKSUMS_KEY, LEGACY_PAYLOAD_COPY_STEPS_KEY)
 # From one write to the next where writes are a habit, as of a Lookahead, and not an event.
-_MOST_STEPS_BETWEEN_WRITES = 100
+_MOST_STEPS_BETWEEN_HABITUAL_WRITES = 100
 
 
 def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
-    """Return the payload's saved identity beside auxiliary tensors, valid as `read_auxiliary_tensors` are."""
-    checksums = None if plan.payload_version is None else compute_checksums(plan)
+    """Return the payload's saved identity beside auxiliary tensors, valid as `read_valid_auxiliary_tensors` are."""
+    checksums = None if plan.payload_version is None else compute_payload_checksums(plan)
     return {} if checksums is None else {CHECKSUMS_KEY: checksums, LEGACY_PAYLOAD_COPY_STEPS_KEY: 0}
 
 
@@ -41,7 +41,7 @@ def carry_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: Pay
     if held is None:
         return PayloadVersion(parameter._version, memory)
     before = held.memory
-    is_same = before.data_ptr() == memory.data_ptr() or before.shape != memory.shape or held.version == ANY_VERSION
+    is_same = before.data_ptr() == memory.data_ptr() or before.shape != memory.shape or held.version == UNKNOWN_VERSION
     if not is_same and before.dtype == memory.dtype and not (before.is_meta or memory.is_meta):
         is_freed = before.untyped_storage().nbytes() < before.nbytes  # by an offloader
         is_same = not is_freed and same_bits(before.to(memory.device), memory)
@@ -56,15 +56,15 @@ def is_payload_overwritten(plan: ParameterPlan) -> bool:
     held = plan.payload_version
     if held is None or held.version == plan.parameter._version:
         return False
-    if held.version != ANY_VERSION:
+    if held.version != UNKNOWN_VERSION:
         return True
     if held.checksums is None:
         return False
-    rows = compute_checksums(plan)
+    rows = compute_payload_checksums(plan)
     return rows is not None and has_differing_checksum(held.checksums, rows)
 
 
-def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
+def read_valid_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
     """Return the auxiliary tensors as they are valid for the present payload, without changing them."""
     if not is_payload_overwritten(plan):
         return plan.auxiliary_tensors
@@ -87,7 +87,7 @@ def reset_stale_auxiliary_tensors(plan: ParameterPlan) -> None:
     if is_payload_overwritten(plan):
         _set_neutral_values(plan, plan.auxiliary_tensors)
         step = plan.state["step"]
-        if held.reset_step >= 0 and step - held.reset_step <= _MOST_STEPS_BETWEEN_WRITES:
+        if held.last_reset_step >= 0 and step - held.last_reset_step <= _MOST_STEPS_BETWEEN_HABITUAL_WRITES:
             warnings.warn(
                 "parameters are written between steps, again and again: what auxiliary tensors hold is dropped then, "
                 "and with it updates under half a unit in the last place. Write float32 weights by "
@@ -95,9 +95,9 @@ def reset_stale_auxiliary_tensors(plan: ParameterPlan) -> None:
                 RuntimeWarning,
                 stacklevel=find_user_stack_level(),
             )
-            held.reset_step = WARNED_AT_RESET
-        elif held.reset_step != WARNED_AT_RESET:
-            held.reset_step = step
+            held.last_reset_step = WARNED_STEP
+        elif held.last_reset_step != WARNED_STEP:
+            held.last_reset_step = step
     record_payload_version(plan)
 
 
@@ -114,18 +114,18 @@ def is_payload_version_current(plan: ParameterPlan) -> bool:
     return held is not None and held.version == plan.parameter._version
 
 
-def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
+def record_loaded_auxiliary_tensors(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
     """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
     if plan.payload_version is None:
         return
-    held, saved = PayloadVersion(ANY_VERSION, plan.payload_version.memory), get_local(state.get(CHECKSUMS_KEY))
+    held, saved = (PayloadVersion(UNKNOWN_VERSION, plan.payload_version.memory), get_local(state.get(CHECKSUMS_KEY)))
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
     if isinstance(saved, torch.Tensor) and (saved.dtype, saved.shape) == (torch.int64, (rows,)):
         held.checksums = saved.clone()
     plan.record.payload_version = held
 
 
-def compute_checksums(plan: ParameterPlan) -> torch.Tensor | None:
+def compute_payload_checksums(plan: ParameterPlan) -> torch.Tensor | None:
     """Return one checksum per row that this process holds; None for a parameter without memory."""
     payload = plan.payloads[0]
     if payload.is_meta:

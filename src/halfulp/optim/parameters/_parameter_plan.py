@@ -7,72 +7,76 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...formats import Format
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
+from ..states._state import StateChoice
+from ..weight_updates._weight_update import WeightUpdate
 from ._local_tensors import get_local, get_payload, get_scaled_parameter_scale, list_payloads
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
-ANY_VERSION, MOVED_VERSION = -1, -2
+UNKNOWN_VERSION, MOVED_VERSION = -1, -2
 # Stand for a step number there.
-NEVER_RESET, WARNED_AT_RESET = -2, -3
+NO_RESET_STEP, WARNED_STEP = -2, -3
 
 
 @dataclass(slots=True)
 class LostUpdateCounts:
     """Counts of one parameter's metered steps."""
 
-    samples: int = 0
-    seen: float = 0.0
-    cancelled: float = 0.0
-    wanted: float = 0.0
-    kept: float = 0.0
-    mostly_lost: int = 0
+    counted_steps: int = 0
+    updates: float = 0.0
+    cancelled_updates: float = 0.0
+    squared_updates: float = 0.0
+    update_times_change: float = 0.0
+    mostly_lost_steps: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class PayloadVersion:
     """The version of a parameter that its auxiliary tensors were stored beside."""
 
-    # ANY_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them;
+    # UNKNOWN_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them;
     # MOVED_VERSION after the parameter was given other memory.
     version: int
-    memory: torch.Tensor  # the parameter's, then
+    memory: torch.Tensor  # the parameter's memory when this was read
     checksums: torch.Tensor | None = None  # of each row of the payload of loaded tensors; None if the file has none
-    # The step at which a write from outside last reset them; WARNED_AT_RESET once a second in a row was warned of.
-    reset_step: int = NEVER_RESET
+    # The step at which a write from outside last reset them; WARNED_STEP once a second in a row was warned of.
+    last_reset_step: int = NO_RESET_STEP
 
 
 @dataclass(eq=False, slots=True)
 class LastingParameterRecord:
     """The lasting data of a parameter, across plans: lost updates and payload version, None before there is any."""
 
-    lost: LostUpdateCounts | None = None
+    lost_updates: LostUpdateCounts | None = None
     payload_version: PayloadVersion | None = None
 
-    def add_metered_step(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+    def add_counted_step(self, updates: float, cancelled: float, squared: float, times_change: float) -> None:
         """Count the updates of one metered step."""
-        lost = self.lost = self.lost or LostUpdateCounts()
-        lost.samples += 1
-        lost.seen, lost.cancelled = lost.seen + seen, lost.cancelled + cancelled
-        lost.wanted, lost.kept = lost.wanted + wanted, lost.kept + kept
-        lost.mostly_lost += cancelled > 0.5 * seen
+        lost = self.lost_updates = self.lost_updates or LostUpdateCounts()
+        lost.counted_steps += 1
+        lost.updates, lost.cancelled_updates = lost.updates + updates, lost.cancelled_updates + cancelled
+        lost.squared_updates += squared
+        lost.update_times_change += times_change
+        lost.mostly_lost_steps += cancelled > 0.5 * updates
 
 
 class PlanOptions(NamedTuple):
     """The options of a group that the plans of its parameters are made from, besides its rule."""
 
-    weight_update: Any
-    state_dtype: Any  # the items of a dict
-    format: Any
-    param_dtype: Any
+    weight_update: WeightUpdate | None
+    state_dtype: StateChoice | tuple[tuple[str, StateChoice], ...]  # the items of a dict
+    format: Format | str | None
+    param_dtype: torch.dtype | None
     seed: int
-    generation: int  # how often the cache that holds the plan was cleared before
+    invalidations: int  # how often the cache that holds the plan was cleared before
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParameterPlan:
-    """Everything that each step of one parameter needs; `is_valid` tells when it must be rebuilt.
+    """Everything that each step of one parameter needs; `is_plan_valid` tells when it must be rebuilt.
 
     There may be 100,000 parameters: a plan is one object of few others.
     """
@@ -80,18 +84,18 @@ class ParameterPlan:
     parameter: torch.Tensor
     options: PlanOptions
     name: str  # qualified if names were given, else its position
-    identity: int  # keys its random bits
+    stream_id: int  # keys its random bits
     spec: StepSpec  # unmetered
     index_map: IndexMap
     state: dict[str, Any]  # the parameter's entry in the optimizer's state
-    stored: tuple[torch.Tensor, ...]  # auxiliary tensors, those of the states, then factors, local
-    stored_addresses: list[int]  # when the plan was made, as what follows
-    address: int
+    stored_tensors: tuple[torch.Tensor, ...]  # auxiliary tensors, those of the states, then factors, local
+    stored_tensor_addresses: list[int]  # when the plan was made, as what follows
+    payload_address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    contiguous: bool
+    is_contiguous: bool
     component_addresses: tuple[int, ...]  # of an MCTensor's components behind the first
-    plain: bool  # neither a DTensor nor a tensor class of this package
+    is_plain_tensor: bool  # neither a DTensor nor a tensor class of this package
     tracks_writes: bool  # there are auxiliary tensors, and a version counter that shows writes to the parameter
     record: LastingParameterRecord
 
@@ -103,7 +107,7 @@ class ParameterPlan:
     @property
     def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:
         """The auxiliary tensors beside the parameter, local."""
-        return self.stored[: len(self.spec.auxiliary_names)]
+        return self.stored_tensors[: len(self.spec.auxiliary_names)]
 
     @property
     def payload_version(self) -> PayloadVersion | None:
@@ -123,7 +127,7 @@ class ParameterPlan:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Auxiliary tensors and state tensors, local, by their names in the optimizer's state."""
-        return dict(zip(self.spec.tensor_names, self.stored))
+        return dict(zip(self.spec.tensor_names, self.stored_tensors))
 
     @property
     def states(self) -> list[list[torch.Tensor]]:
@@ -135,18 +139,20 @@ class ParameterPlan:
     def pointer_row(self) -> list[int]:
         """One row of the pointer table; the gradient's address and what is prepared are filled in at each step."""
         spec, beside = self.spec, len(self.spec.auxiliary_names)
-        pointers = self.stored_addresses[: len(spec.tensor_names) - len(spec.factor_names)]
-        weight = [self.address, *self.component_addresses, *pointers[:beside]]
+        pointers = self.stored_tensor_addresses[: len(spec.tensor_names) - len(spec.factor_names)]
+        weight = [self.payload_address, *self.component_addresses, *pointers[:beside]]
         weight += [0] * (4 - len(weight))
         prepared = [0] * (spec.rule.prepare is not None)
         return [*weight, 0, *pointers[beside:], *prepared]
 
 
-def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict) -> bool:
+def is_plan_valid(
+    plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict
+) -> bool:
     """Return whether all that a plan was made from is as it was: memory, rule, options, and the optimizer's state."""
-    part, spec = parameter if plan.plain else get_payload(parameter), plan.spec
+    part, spec = parameter if plan.is_plain_tensor else get_payload(parameter), plan.spec
     if not (
-        part.data_ptr() == plan.address
+        part.data_ptr() == plan.payload_address
         and part.dtype is spec.store.dtype
         and part.shape == plan.shape
         and part.stride() == plan.stride
@@ -160,7 +166,7 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         and tuple([other.data_ptr() for other in list_payloads(parameter)[1:]]) != plan.component_addresses
     ):
         return False
-    for key, tensor, address in zip(spec.tensor_names, plan.stored, plan.stored_addresses):
+    for key, tensor, address in zip(spec.tensor_names, plan.stored_tensors, plan.stored_tensor_addresses):
         held = state.get(key)
         if (held is not tensor and get_local(held) is not tensor) or tensor.data_ptr() != address:
             return False

@@ -16,14 +16,14 @@ import torch
 from ...rounding._random_bits import STREAM_VERSION
 
 # A parameter's name, where names were given, and the number that keys its random bits.
-NamedIdentity = tuple[str | None, int]
-NamedIdentityByParameter = dict[torch.Tensor, NamedIdentity]
+NamedStreamId = tuple[str | None, int]
+NamedStreamIdByParameter = dict[torch.Tensor, NamedStreamId]
 
 
-def hash_name(name: str) -> int:
+def hash_parameter_name(name: str) -> int:
     """Return 63 bits of a hash of a name.
 
-    >>> hash_name("layers.0.weight") == hash_name("layers.0.weight")
+    >>> hash_parameter_name("layers.0.weight") == hash_parameter_name("layers.0.weight")
     True
     """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
@@ -32,34 +32,36 @@ def hash_name(name: str) -> int:
 _WRAPPER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
-def strip_wrapper_names(names: Iterable[str], parallel: bool = True) -> list[str]:
+def strip_wrapper_prefixes(names: Iterable[str], strips_data_parallel: bool = True) -> list[str]:
     """Return the parameter names of the plain model inside a compiled, wrapped or DDP model.
 
     Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all, and
-    stays where `parallel` is False.
+    stays where `strips_data_parallel` is False.
 
-    >>> strip_wrapper_names(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
+    >>> strip_wrapper_prefixes(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
     ['0.weight', '1.bias']
     """
     plain = list(names)
     for wrapper in _WRAPPER_PREFIXES:
         plain = [name.replace(f".{wrapper}", ".").removeprefix(wrapper) for name in plain]
-    if parallel and plain and all(name.startswith("module.") for name in plain):
+    if strips_data_parallel and plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
     return plain
 
 
-def list_identities(group: Mapping[str, Any]) -> list[int]:
+def list_stream_ids(group: Mapping[str, Any]) -> list[int]:
     """Return the numbers that key the random bits of a group's parameters: those of their names, where it has names.
 
     A group of named parameters holds none. Trainers that save what a group holds once per parameter (torch's
     flatten_optimizer_state_dict, torchtitan) can thus split and regroup parameters, each of which keeps its bits.
     """
     names = group.get("param_names")
-    return group["identities"] if names is None else [hash_name(name) for name in strip_wrapper_names(names)]
+    return (
+        group["identities"] if names is None else [hash_parameter_name(name) for name in strip_wrapper_prefixes(names)]
+    )
 
 
-def assign_identities(group: dict, earlier: list[dict], known: NamedIdentityByParameter) -> None:
+def assign_stream_ids(group: dict, earlier: list[dict], known: NamedStreamIdByParameter) -> None:
     """Give every parameter of a group without names its identity, unless it came with them; note the stream's version.
 
     Numbers of parameters that have left all groups stay theirs.
@@ -73,22 +75,22 @@ def assign_identities(group: dict, earlier: list[dict], known: NamedIdentityByPa
         group["identities"] = list(range(start, start + len(group["params"])))
 
 
-def record_identities(group: dict, known: NamedIdentityByParameter) -> None:
+def record_stream_ids(group: dict, known: NamedStreamIdByParameter) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
     if group.get("param_names") is not None:
         group.pop("identities", None)
-    names, numbers = group.get("param_names") or [None] * len(group["params"]), list_identities(group)
+    names, numbers = group.get("param_names") or [None] * len(group["params"]), list_stream_ids(group)
     for parameter, name, number in zip(group["params"], names, numbers, strict=True):
         known[parameter] = name, number
 
 
-def update_identities_of_edited_group(group: dict, known: NamedIdentityByParameter) -> None:
+def update_stream_ids_of_edited_group(group: dict, known: NamedStreamIdByParameter) -> None:
     """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
     gets the next free number.
     """
-    parameters, numbers, names = group["params"], list_identities(group), group.get("param_names")
+    parameters, numbers, names = group["params"], list_stream_ids(group), group.get("param_names")
     held: list[tuple[str | None, int | None]] = [known.get(parameter) or (None, None) for parameter in parameters]
     if [number for _, number in held] == numbers:
         return
@@ -110,4 +112,4 @@ def update_identities_of_edited_group(group: dict, known: NamedIdentityByParamet
         group["param_names"] = [name for name, _ in held]
     else:
         group["identities"] = [number for _, number in held]
-    record_identities(group, known)
+    record_stream_ids(group, known)

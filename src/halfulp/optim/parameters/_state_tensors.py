@@ -47,7 +47,7 @@ def add_missing_state_tensors(
     state.setdefault("step", 0)
 
 
-def is_auxiliary_name(name: str) -> bool:
+def is_auxiliary_tensor_name(name: str) -> bool:
     """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
     updates, stores = WEIGHT_UPDATE_BY_NAME.values(), STORE_BY_DTYPE.values()
     auxiliary = {key for update in updates for store in stores for key, _ in update.describe_auxiliary_tensors(store)}
@@ -67,7 +67,9 @@ def refuse_changed_weight_update(state: Mapping, before: StepSpec | None, spec: 
     """Refuse to step under another weight update than the one whose auxiliary tensors a state holds."""
     # A copy of an optimizer has no step specification `before`, but it has the tensors.
     left = [] if before is None or before.update == spec.update else sorted(before.auxiliary_names)
-    left += [key for key in state.keys() - set(spec.tensor_names) - {"step", *left} if is_auxiliary_name(str(key))]
+    left += [
+        key for key in state.keys() - set(spec.tensor_names) - {"step", *left} if is_auxiliary_tensor_name(str(key))
+    ]
     if left:
         raise ValueError(
             f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {quote(left)} of another: "

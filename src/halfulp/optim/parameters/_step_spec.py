@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,17 +22,19 @@ from ..states._state import BF16_PAIR, Codec, refuse_coarse_states, resolve_code
 from ..weight_updates._components import choose_mctensor_update
 from ..weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME, WeightUpdate, find_weight_update
 from ._local_tensors import find_index_map, get_local, get_payload
-from ._narrowing import is_marked_as_float32
+from ._narrowing import is_marked_to_stay_float32
 
 # A chunk's row of sums holds as many largest magnitudes, and the weight's.
 MOST_SCALED_STATES = 3
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-POINTERS_BEFORE_STATES = 5
+POINTER_COLUMNS_BEFORE_STATES = 5
 # Of each sum of a rule, the power of two that its values are multiplied by, and what they are rounded beside.
 RULE_SUM_SCALE_CONSTANT_NAMES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
 # The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
 # payload as read is multiplied by to be under the new scale, and that scale.
 WEIGHT_SCALE_CONSTANT_NAMES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
+
+ComputedReduction = Literal["", "amax", "largest", "sums"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class StepSpec:
     store: Store  # of the parameter
     gradient: Store
     codecs: tuple[Codec, ...]  # of the states, in the rule's order
-    metered: bool = False  # lost updates are counted
+    counts_lost_updates: bool = False  # lost updates are counted
     scaled: bool = False  # the parameter is a payload with a scale; scales are then further constants
     # What is found instead of writing: "amax", the largest finite magnitudes that a step would store, or of the values
     # that the rule adds up the "largest" finite magnitudes or the "sums".
-    finds: str = ""
+    computed_reduction: ComputedReduction = ""
     factor_names: tuple[str, ...] = ()  # of the tensors that the rule prepares a step with, beside the states
     has_components_in_parameter: bool = (
         False  # auxiliary tensors are components of the parameter itself; the kernel is the same
@@ -102,12 +104,12 @@ class StepSpec:
     @property
     def computes_rule_reductions(self) -> bool:
         """Whether the values that the rule adds up are looked at."""
-        return self.finds in ("largest", "sums")
+        return self.computed_reduction in ("largest", "sums")
 
     @cached_attribute
-    def draws_bits(self) -> bool:
+    def draws_random_bits(self) -> bool:
         """Whether a step draws random bits."""
-        return any(assign_bits_to_roundings(self)[0] + assign_bits_to_roundings(self)[1])
+        return any(assign_random_bits_to_roundings(self)[0] + assign_random_bits_to_roundings(self)[1])
 
     @property
     def assigns_weight(self) -> bool:
@@ -117,7 +119,7 @@ class StepSpec:
     @cached_attribute
     def lost_update_counting_spec(self) -> StepSpec:
         """This specification with lost updates counted."""
-        return dataclasses.replace(self, metered=True)
+        return dataclasses.replace(self, counts_lost_updates=True)
 
     @cached_attribute
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -144,21 +146,21 @@ class StepSpec:
     @property
     def name(self) -> str:
         """The name in messages and in the cache."""
-        suffix = f"_{self.finds}" if self.finds else ""
-        suffix += "_scaled" if self.scaled and self.finds != "amax" else ""
+        suffix = f"_{self.computed_reduction}" if self.computed_reduction else ""
+        suffix += "_scaled" if self.scaled and self.computed_reduction != "amax" else ""
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
 
 
 class RandomBitDraw(NamedTuple):
     """The source of a stochastic rounding's bits: so many bits of an element's random word, from one on."""
 
-    word: int
+    word_number: int
     shift: int
-    bits: int
+    bit_count: int
 
 
 @functools.cache
-def assign_bits_to_roundings(
+def assign_random_bits_to_roundings(
     spec: StepSpec,
 ) -> tuple[tuple[RandomBitDraw | None, ...], tuple[RandomBitDraw | None, ...]]:
     """Return the draws of the weight update and of the states; None where nothing is drawn.
@@ -177,7 +179,7 @@ def assign_bits_to_roundings(
         if bits > 16:
             placed[place] = RandomBitDraw(next(words), 0, 32)
         elif bits and len(halves) == 1:
-            halves.append(RandomBitDraw(halves[0].word, 16 - bits, bits))
+            halves.append(RandomBitDraw(halves[0].word_number, 16 - bits, bits))
             placed[place] = halves[1]
         elif bits:
             drawn = placed[place] = RandomBitDraw(next(words), 32 - bits, bits)
@@ -187,13 +189,19 @@ def assign_bits_to_roundings(
 
 def count_pointer_columns(spec: StepSpec) -> int:
     """Return the number of pointer columns: parameter, three auxiliary, gradient, states, prepared tensors."""
-    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
+    return (
+        POINTER_COLUMNS_BEFORE_STATES
+        + sum(codec.tensor_count for codec in spec.codecs)
+        + (spec.rule.prepare is not None)
+    )
 
 
 def list_state_columns(spec: StepSpec) -> list[int]:
     """Return the first column of each state's tensors in the pointer table."""
-    widths = [codec.columns for codec in spec.codecs]
-    return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
+    widths = [codec.tensor_count for codec in spec.codecs]
+    return (
+        [POINTER_COLUMNS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
+    )
 
 
 def choose_step_spec(
@@ -202,7 +210,7 @@ def choose_step_spec(
     """Return the step specification of a parameter; a gradient of None is stored as the parameter is."""
     own = choose_mctensor_update(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), get_payload(parameter).dtype
-    narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_marked_as_float32(parameter)
+    narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_marked_to_stay_float32(parameter)
     store = _choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
     default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
     chosen = default if group["weight_update"] is None else group["weight_update"]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
+from ._update_rule import GRADIENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
 
 MOMENT_STATES = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _AMSGRAD_STATES = (*MOMENT_STATES, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
@@ -56,18 +56,18 @@ def list_leading_adam_constants(group: Mapping, decoupled: bool = True) -> tuple
     """Return what Adam and its variants begin with: the sign, the decay, b2, 1 - b1 and 1 - b2."""
     beta1, beta2 = map(float, group["betas"][:2])
     decay = (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
-    return DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], decay, beta2, 1 - beta1, 1 - beta2
+    return GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], decay, beta2, 1 - beta1, 1 - beta2
 
 
 @dataclass(frozen=True)
 class DecoupledConstantsFunction:
     """The constants of a rule whose decay is taken from the weight; a value, so that rules are compared and pickled."""
 
-    values: Callable[[Mapping, int, bool], tuple[float, ...]]
+    list_constants: Callable[[Mapping, int, bool], tuple[float, ...]]
 
     def __call__(self, group: Mapping, step: int) -> tuple[float, ...]:
         """Return the constants of a step."""
-        return self.values(group, step, True)
+        return self.list_constants(group, step, True)
 
 
 def compute_inverse_root_bias_correction(beta2: float, step: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
 from ._adam import MOMENT_STATES, compute_inverse_root_bias_correction, list_leading_adam_constants, update_moments
-from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, Reduction, StateSlot, UpdateRule
+from ._update_rule import GRADIENT_SIGN_BY_MAXIMIZE, Reduction, StateSlot, UpdateRule
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
@@ -66,7 +66,7 @@ def _list_adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
     follow = 0.0 if step == 1 else 1.0
-    sign, eps = DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["eps"])
+    sign, eps = GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["eps"])
     return (sign, decay, follow, *kept, *sizes, compute_inverse_root_bias_correction(beta3, step), eps)
 
 
@@ -151,32 +151,34 @@ def compute_prodigy_denominator_term(w, g, m, v, s, start, sign, coupled, counts
     return counts * maximum(s, -s)
 
 
-def _read_third_beta(group: Mapping) -> float:
+def _read_prodigy_beta3(group: Mapping) -> float:
     return math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
 
 
-def _compute_prodigy_rate(group: Mapping) -> float:
+def _compute_prodigy_learning_rate(group: Mapping) -> float:
     (beta1, beta2), made = map(float, group["betas"]), group["k"] + 1
     unbias = math.sqrt(1 - beta2**made) / (1 - beta1**made) if group["use_bias_correction"] else 1.0
     return group["d"] * float(group["lr"]) * unbias
 
 
 def _list_prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _compute_prodigy_rate(group)
+    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _compute_prodigy_learning_rate(group)
     decay, counts = float(group["weight_decay"]), 1.0 if group["lr"] > 0 else 0.0
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
     apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
     return (
-        *(DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], apart[0], counts, 1.0 if step == 1 else 0.0),
-        *(gain, _read_third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
+        *(GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], apart[0], counts, 1.0 if step == 1 else 0.0),
+        *(gain, _read_prodigy_beta3(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
     )
 
 
-def estimate_distance(group: Mapping, sums: Sequence[float]) -> dict[str, float]:
+def compute_next_prodigy_estimate(group: Mapping, sums: Sequence[float]) -> dict[str, float]:
     """Return d, the largest so far and the numerator after the sums of a step."""
     progress, distance = sums
     d, d0, largest = group["d"], group["d0"], group["d_max"]
-    numerator = _read_third_beta(group) * group["d_numerator"] + d / d0 * _compute_prodigy_rate(group) * progress
+    numerator = (
+        _read_prodigy_beta3(group) * group["d_numerator"] + d / d0 * _compute_prodigy_learning_rate(group) * progress
+    )
     if not (distance > 0 and group["lr"] > 0 and math.isfinite(numerator) and math.isfinite(distance)):
         return {"d": d, "d_max": largest, "d_numerator": group["d_numerator"]}
     found = group["d_coef"] * numerator / distance
@@ -186,7 +188,7 @@ def estimate_distance(group: Mapping, sums: Sequence[float]) -> dict[str, float]
 
 
 def _compute_prodigy_eps(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
-    return (float(group["eps"]) * estimate_distance(group, sums)["d"],)
+    return (float(group["eps"]) * compute_next_prodigy_estimate(group, sums)["d"],)
 
 
 _PRODIGY_STATES = (*MOMENT_STATES, StateSlot("s", 1), StateSlot("p0", 1, exact=True))

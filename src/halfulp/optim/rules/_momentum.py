@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
+from ._update_rule import GRADIENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
 
 _MOMENTUM_STATES = (StateSlot("momentum_buffer", 1),)
 
@@ -46,7 +46,7 @@ def _list_momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     share = momentum * momentum if group["nesterov"] else momentum
     feedback_gain = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
     return (
-        DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])],
+        GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])],
         float(group["weight_decay"]),
         momentum,
         take,
@@ -73,7 +73,7 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
 
 def _list_lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
-    sign, decay = DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], lr * float(group["weight_decay"])
+    sign, decay = GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], lr * float(group["weight_decay"])
     return sign, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
@@ -160,7 +160,7 @@ def compute_next_schedule_free_counters(group: Mapping) -> tuple[float, float, f
 def _list_schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
     lr, _, total = compute_next_schedule_free_counters(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
-    signs = DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["weight_decay"]), 1.0 if step == 1 else 0.0
+    signs = GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 

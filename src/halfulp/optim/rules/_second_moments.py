@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
+from ._update_rule import GRADIENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
 
 
-def _read_initial_sum(group: Mapping) -> float:
+def _read_initial_accumulator(group: Mapping) -> float:
     return float(group["initial_accumulator_value"])
 
 
@@ -25,13 +25,13 @@ def adagrad(w, g, total, sign, decay, eps, lr):
 
 def _list_adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
-    return DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["weight_decay"]), float(group["eps"]), rate
+    return GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["weight_decay"]), float(group["eps"]), rate
 
 
 ADAGRAD = UpdateRule(
     "adagrad",
     adagrad,
-    (StateSlot("sum", 2, initial=_read_initial_sum),),
+    (StateSlot("sum", 2, initial=_read_initial_accumulator),),
     _list_adagrad_constants,
     homogeneous=("decay", "eps"),
 )
@@ -76,7 +76,7 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
 
 
 def _list_rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    alpha, sign = float(group["alpha"]), DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])]
+    alpha, sign = float(group["alpha"]), GRADIENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])]
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 

@@ -59,7 +59,7 @@ class StateSlot:
 
 
 # The factor of a gradient by which a group descends, or climbs under `maximize`.
-DESCENT_SIGN_BY_MAXIMIZE = {False: 1.0, True: -1.0}
+GRADIENT_SIGN_BY_MAXIMIZE = {False: 1.0, True: -1.0}
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Int4Blocks(BlockCodec):
     """
 
     def describe_tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        codes, scales = compute_scale_shape(shape, 2), compute_scale_shape(shape, self.block)
+        codes, scales = compute_scale_shape(shape, 2), compute_scale_shape(shape, self.block_length)
         return {f"{name}_packed": (codes, torch.uint8), f"{name}_scale": (scales, torch.float32)}
 
     def make_trace_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
@@ -59,62 +59,65 @@ class Int4Blocks(BlockCodec):
         codes = tensors[0]
         return {"elements": codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]))}
 
-    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+    def load_element(self, arrays: Sequence[Any], i: Any, block_index: Any, tensor_scale: Any) -> Any:
         codes, scales = arrays
         code = load4(codes, i)
-        number = to_real(add(code, ONE)) * SIXTEENTH if self.squared else decode_signed(code)
-        return number * real(load32(scales, block))
+        number = to_real(add(code, ONE)) * SIXTEENTH if self.is_second_moment else decode_first_moment(code)
+        return number * real(load32(scales, block_index))
 
-    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+    def store_element(
+        self, arrays: Sequence[Any], i: Any, block_index: Any, value: Any, inverse: Any, random: Any
+    ) -> None:
         codes, scales = arrays
         # The least scale under which a number fits into the signed map.
-        needed = value if self.squared else select(value < ZERO, value * INVERSE_NEGATIVE_MAGNITUDE, value)
+        needed = value if self.is_second_moment else select(value < ZERO, value * INVERSE_LARGEST_NEGATIVE, value)
         largest = block_largest(find_finite_magnitude_or_nan_word(needed))
-        largest = select(largest < LEAST_NORMAL, NONE, largest)  # smaller ones have no inverse
-        store32(scales, block, largest)
+        largest = select(largest < LEAST_NORMAL_WORD, ZERO_WORD, largest)  # smaller ones have no inverse
+        store32(scales, block_index, largest)
         scale = real(largest)
         share = value * select(scale > ZERO, divide(UNIT, scale), UNIT)
-        store4(codes, i, (encode_unsigned if self.squared else encode_signed)(share, make_random_fraction(random)))
+        encode = encode_second_moment if self.is_second_moment else encode_first_moment
+        store4(codes, i, encode(share, make_random_fraction(random)))
 
 
 ZERO, UNIT, SIXTEEN, SIXTEENTH = (np.float32(x) for x in (0.0, 1.0, 16.0, 0.0625))
-NONE, ONE, TWO, FOUR, SEVEN, EIGHT = (np.uint32(n) for n in (0, 1, 2, 4, 7, 8))
-LEAST_NORMAL = np.uint32(0x00800000)
+ZERO_WORD, ONE, TWO, FOUR, SEVEN, EIGHT = (np.uint32(n) for n in (0, 1, 2, 4, 7, 8))
+LEAST_NORMAL_WORD = np.uint32(0x00800000)
 # Positive numbers of the signed map: 10^-e times the midpoints, then 1, which has the code of a negative zero.
-CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875))
-LARGEST_NEGATIVE_MAGNITUDE, INVERSE_NEGATIVE_MAGNITUDE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
+SIGNED_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875))
+LARGEST_NEGATIVE_MAGNITUDE, INVERSE_LARGEST_NEGATIVE = SIGNED_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
 def find_finite_magnitude_or_nan_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), MAGNITUDE_MASK)
-    finite = select(magnitude < EXPONENT_MASK, magnitude, NONE)
+    finite = select(magnitude < EXPONENT_MASK, magnitude, ZERO_WORD)
     return select(magnitude > EXPONENT_MASK, CANONICAL_NAN, finite)
 
 
-def decode_signed(code):
+def decode_first_moment(code):
     """Device function: the number of a code of the signed map."""
-    by_first, by_second = bit_and(code, ONE) > NONE, bit_and(code, TWO) > NONE
-    pairs = [select(by_first, high, low) for low, high in zip((ZERO, *CODE_MAGNITUDES[1::2]), CODE_MAGNITUDES[::2])]
+    by_first, by_second = bit_and(code, ONE) > ZERO_WORD, bit_and(code, TWO) > ZERO_WORD
+    pairs = [select(by_first, high, low) for low, high in zip((ZERO, *SIGNED_MAGNITUDES[1::2]), SIGNED_MAGNITUDES[::2])]
     small, large = select(by_second, pairs[1], pairs[0]), select(by_second, pairs[3], pairs[2])
-    magnitude = select(bit_and(code, FOUR) > NONE, large, small)
+    magnitude = select(bit_and(code, FOUR) > ZERO_WORD, large, small)
     return select(code == EIGHT, UNIT, select(code > SEVEN, -magnitude, magnitude))
 
 
-def encode_signed(share, chance):
+def encode_first_moment(share, chance):
     """Device function: the code of one of the two numbers of the signed map around a share of the scale."""
     is_positive, x = share > ZERO, abs(share)
     x = select(is_positive | (x < LARGEST_NEGATIVE_MAGNITUDE), x, LARGEST_NEGATIVE_MAGNITUDE)
-    size, low, gap = NONE, ZERO, CODE_MAGNITUDES[0]
-    for number, (magnitude, above) in enumerate(zip(CODE_MAGNITUDES, (*CODE_MAGNITUDES[1:], UNIT)), 1):
+    size, low, gap = ZERO_WORD, ZERO, SIGNED_MAGNITUDES[0]
+    for number, (magnitude, above) in enumerate(zip(SIGNED_MAGNITUDES, (*SIGNED_MAGNITUDES[1:], UNIT)), 1):
         is_reached = x >= magnitude
         size = select(is_reached, np.uint32(number), size)
         low, gap = select(is_reached, magnitude, low), select(is_reached, above - magnitude, gap)
-    size = add(size, select(chance * gap < x - low, ONE, NONE))
-    return select(is_positive | (size == NONE), size, add(size, EIGHT))
+    size = add(size, select(chance * gap < x - low, ONE, ZERO_WORD))
+    return select(is_positive | (size == ZERO_WORD), size, add(size, EIGHT))
 
 
-def encode_unsigned(share, chance):
+def encode_second_moment(share, chance):
     """Device function: the code of one of the two numbers of the linear map around a share of the scale."""
     x = share * SIXTEEN
     x = select(x < SIXTEEN, x, SIXTEEN)

@@ -20,11 +20,11 @@ from ._int8_blocks import BlockCodec, Int8Blocks
 
 BF16_PAIR = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
-BLOCK_LENGTH_BY_STORAGE = {"8bit": 32, "4bit": 128}
-SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+DEFAULT_BLOCK_BY_STORAGE = {"8bit": 32, "4bit": 128}
+TENSOR_SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Other names of what `state_dtype=` takes.
 _STORAGE_BY_ALIAS: dict[object, object] = {
-    **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *SCALED_DTYPES)},
+    **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *TENSOR_SCALED_DTYPES)},
     **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): BF16_PAIR},
 }
 
@@ -51,9 +51,9 @@ class State:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _STORAGE_BY_ALIAS.get(self.dtype, self.dtype))
-        object.__setattr__(self, "block", self.block or BLOCK_LENGTH_BY_STORAGE.get(str(self.dtype), 32))
-        named = (*BLOCK_LENGTH_BY_STORAGE, BF16_PAIR, *_user_store_by_name)
-        if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
+        object.__setattr__(self, "block", self.block or DEFAULT_BLOCK_BY_STORAGE.get(str(self.dtype), 32))
+        named = (*DEFAULT_BLOCK_BY_STORAGE, BF16_PAIR, *_user_store_by_name)
+        if self.dtype not in (torch.float32, torch.bfloat16, *TENSOR_SCALED_DTYPES, *named):
             own = "".join(f", {name!r}" for name in _user_store_by_name)
             raise ValueError(
                 f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
@@ -64,11 +64,11 @@ class State:
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
         if self.block not in (16, 32, 64, 128, 256, 512, 1024):
             raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
-        if self.dtype in BLOCK_LENGTH_BY_STORAGE and self.rounding == "nearest":
+        if self.dtype in DEFAULT_BLOCK_BY_STORAGE and self.rounding == "nearest":
             raise ValueError("states in blocks are stored stochastically: nearest codes stall; leave rounding out")
         if self.dtype == BF16_PAIR and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
-        if self.dtype in SCALED_DTYPES[1:] and self.rounding == "nearest":
+        if self.dtype in TENSOR_SCALED_DTYPES[1:] and self.rounding == "nearest":
             raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
 
 
@@ -90,7 +90,7 @@ def register_state_store(store: Store, description: str) -> None:
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
     if store.name in (
-        *BLOCK_LENGTH_BY_STORAGE,
+        *DEFAULT_BLOCK_BY_STORAGE,
         BF16_PAIR,
         *_STORAGE_BY_ALIAS,
         *(own.name for own in PAYLOAD_STORE_BY_DTYPE.values()),
@@ -124,7 +124,7 @@ StateChoice = OneStateChoice | Mapping[str, OneStateChoice]
 
 
 def encode_constant_state(codec: Codec, value: float) -> list[torch.Tensor]:
-    """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
+    """Encode a state whose elements all are `value`; return one element (or block) of each tensor it is stored in."""
     shape = torch.Size([codec.scale_block_length or 1])
     made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.describe_tensors("", shape).values()]
     codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"))
@@ -137,7 +137,7 @@ def resolve_codecs(
     """Return the codec of every state of one parameter, whose shape is the global one, however it is sharded."""
     chosen = given.values() if isinstance(given, Mapping) else [given]
     states = [read_state_choice(one, default) for one in chosen]
-    lengths = {state.block or 0 for state in states if state.dtype in BLOCK_LENGTH_BY_STORAGE}
+    lengths = {state.block or 0 for state in states if state.dtype in DEFAULT_BLOCK_BY_STORAGE}
     if len(lengths) > 1:
         raise ValueError(
             f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "
@@ -223,7 +223,7 @@ def can_hold_blocks(shape: torch.Size, block: int) -> bool:
 
 
 def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype in BLOCK_LENGTH_BY_STORAGE and state.block is not None and can_hold_blocks(shape, state.block):
+    if state.dtype in DEFAULT_BLOCK_BY_STORAGE and state.block is not None and can_hold_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)
     if state.dtype == BF16_PAIR:
@@ -234,6 +234,6 @@ def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
     if store is F32:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"
-    if state.dtype in SCALED_DTYPES:
+    if state.dtype in TENSOR_SCALED_DTYPES:
         return TensorScaleCodec(store, stochastic, slot.degree == 2)
     return PlainCodec(store, stochastic)

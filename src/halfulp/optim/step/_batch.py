@@ -19,7 +19,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
-from ..parameters._narrowing import is_marked_as_float32
+from ..parameters._narrowing import is_marked_to_stay_float32
 from ..parameters._outside_writes import carry_payload_version, record_payload_version, reset_stale_auxiliary_tensors
 from ..parameters._parameter_plan import LastingParameterRecord, ParameterPlan, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import STEPS_BEFORE_STATES_KEY
@@ -35,51 +35,53 @@ class BatchTable:
 
     def __init__(self, plans: list[ParameterPlan]) -> None:
         self.plans = plans
-        self.parameter_places: list[int] = []  # of the parameters among those of all groups
-        self.group_runs: list[tuple[int, int, int]] = []  # the number of a group, and its first and last row
+        self.parameter_positions: list[int] = []  # of the parameters among those of all groups
+        self.group_row_ranges: list[tuple[int, int, int]] = []  # the number of a group, and its first and last row
         self.chunks = make_chunk_table([plan.index_map for plan in plans])  # int64 (chunks, 4)
         # int64 (parameters, pointers); the gradients' column is written at each step.
         self.pointers = np.array([plan.pointer_row for plan in plans], np.int64)
-        self.identities = np.array([[plan.identity] for plan in plans], np.uint64)
+        self.stream_ids = np.array([[plan.stream_id] for plan in plans], np.uint64)
         seeds = [plan.options.seed for plan in plans]
         self.seeds: int | np.ndarray = seeds[0] if len({*seeds}) == 1 else np.array(seeds, np.uint64)[:, None]
         # uint64 (parameters, 1), or (parameters, 0) without draws, written at each step.
-        self.keys = np.zeros((len(plans), int(plans[0].spec.draws_bits)), np.uint64)
+        self.random_keys = np.zeros((len(plans), int(plans[0].spec.draws_random_bits)), np.uint64)
         # The row of the constants of each parameter where all have the same.
         self.constant_rows = np.zeros(len(plans), np.int64)
-        self.array_addresses = [*map(get_array_address, (self.chunks, self.pointers, self.constant_rows, self.keys))]
+        self.table_addresses = [
+            *map(get_array_address, (self.chunks, self.pointers, self.constant_rows, self.random_keys))
+        ]
         self.state_entries = [plan.state for plan in plans]
         # Of the tensors in these entries: their name, those of all parameters, and their addresses.
-        self.state_columns = [
-            (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
+        self.state_tensor_columns = [
+            (name, [plan.stored_tensors[k] for plan in plans], [plan.stored_tensor_addresses[k] for plan in plans])
             for k, name in enumerate(plans[0].spec.tensor_names)
         ]
-        self.has_later_states = any(STEPS_BEFORE_STATES_KEY in plan.state for plan in plans)
-        self.records = [plan.record for plan in plans if plan.tracks_writes]
-        self.parameter_addresses = [plan.address for plan in plans]
-        self.rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
-        self.is_plain = all(plan.plain for plan in plans)
+        self.has_states_begun_later = any(STEPS_BEFORE_STATES_KEY in plan.state for plan in plans)
+        self.write_tracking_records = [plan.record for plan in plans if plan.tracks_writes]
+        self.parameter_addresses = [plan.payload_address for plan in plans]
+        self.noncontiguous_rows = [row for row, plan in enumerate(plans) if not plan.is_contiguous]
+        self.has_only_plain_tensors = all(plan.is_plain_tensor for plan in plans)
         # The checks of the parameters and of their gradients; None where these are looked at one by one.
-        self.guards: tuple[TensorGuards, TensorGuards] | None = None
-        self.placed_chunks: DeviceChunks | None = None  # on an accelerator
+        self.tensor_guards: tuple[TensorGuards, TensorGuards] | None = None
+        self.chunks_on_device: DeviceChunks | None = None  # on an accelerator
 
-    def select_batch_values(self, values: list[Any]) -> list[Any]:
+    def select_values_of_batch(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
-        places = self.parameter_places
+        places = self.parameter_positions
         return values if len(places) == len(values) else [values[place] for place in places]
 
     def is_valid_for(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
         """Return whether all plans are valid for the parameters of a step, and their gradients plain memory.
 
-        It is `is_valid` of every plan, column by column, but for what the roster asks once for all. A no says
-        nothing: tensor classes and memory with gaps are looked at one by one.
+        It is `is_plan_valid` of every plan, column by column, but for what `CachedBatchTables` asks once for all. A no
+        says nothing: tensor classes and memory with gaps are looked at one by one.
         """
         return (
-            self.guards is not None
-            and self.guards[0].check(*parameters)
-            and self.guards[1].check(*gradients)
+            self.tensor_guards is not None
+            and self.tensor_guards[0].check(*parameters)
+            and self.tensor_guards[1].check(*gradients)
             and [*map(torch.Tensor.data_ptr, parameters)] == self.parameter_addresses
-            and all(self._has_same_state_tensors(*column) for column in self.state_columns)
+            and all(self._has_same_state_tensors(*column) for column in self.state_tensor_columns)
         )
 
     def renew_tensor_guards(self, gradients: list[torch.Tensor]) -> None:
@@ -87,12 +89,14 @@ class BatchTable:
         parameters, plans = [plan.parameter for plan in self.plans], self.plans
         if (
             TensorGuards is None
-            or not self.is_plain
-            or self.rows_with_gaps
+            or not self.has_only_plain_tensors
+            or self.noncontiguous_rows
             or {*map(type, gradients)} != {torch.Tensor}
         ):
-            self.guards = None
-        elif self.guards is None or not (self.guards[0].check(*parameters) and self.guards[1].check(*gradients)):
+            self.tensor_guards = None
+        elif self.tensor_guards is None or not (
+            self.tensor_guards[0].check(*parameters) and self.tensor_guards[1].check(*gradients)
+        ):
             sizes = [[*plan.shape] for plan in plans]
             # The stride along a dimension of one element says nothing.
             strides = [[step if n > 1 else None for n, step in zip(plan.shape, plan.stride)] for plan in plans]
@@ -100,7 +104,7 @@ class BatchTable:
                 TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
                 for tensors in (parameters, gradients)
             )
-            self.guards = own, given
+            self.tensor_guards = own, given
 
     def _has_same_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
@@ -123,21 +127,21 @@ class Batch:
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]  # their memory, without gaps
     gradient_scales: list[float | torch.Tensor]  # 1 or a scaled gradient's scale, wherever that lies
-    steps: list[int]
+    step_numbers: list[int]
     constants: list[tuple[float, ...]]  # the rule's; equal ones of one group are one object
-    rule_steps: list[tuple[Mapping[str, Any], int]]  # groups, and steps that the rule counts, where it is late
+    groups_and_steps: list[tuple[Mapping[str, Any], int]]  # groups, and steps that the rule counts, where it is late
     prepared_tensors: list[torch.Tensor] = field(default_factory=list)  # by row, of a rule's `prepare`
     # By row, copies without gaps of a parameter's own tensors, which the step writes and `record_step` copies back.
-    copies: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    contiguous_copies: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     payload_versions: list[PayloadVersion] = field(default_factory=list)  # of those whose writes are tracked
     engine: str = ""
 
     def __post_init__(self) -> None:
-        records = self.table.records
+        records = self.table.write_tracking_records
         self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
-        for row in self.table.rows_with_gaps:
+        for row in self.table.noncontiguous_rows:
             parts = list_payloads(self.parameters[row])
-            self.copies[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
+            self.contiguous_copies[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
 
     @property
     def plans(self) -> list[ParameterPlan]:
@@ -152,7 +156,11 @@ class Batch:
     def list_step_tensors(self, row: int) -> tuple[list[torch.Tensor], torch.Tensor, list[list[torch.Tensor]]]:
         """Return the tensors of a parameter's weight without gaps, its gradient, its states and what is prepared."""
         plan = self.plans[row]
-        weight = [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.weight_tensors
+        weight = (
+            [*self.contiguous_copies[row], *plan.auxiliary_tensors]
+            if row in self.contiguous_copies
+            else plan.weight_tensors
+        )
         return weight, self.gradients[row], [*plan.states, *([one] for one in self.prepared_tensors[row : row + 1])]
 
     def reset_stale_auxiliary_tensors(self) -> None:
@@ -169,13 +177,13 @@ class Batch:
     def complete_step(self) -> None:
         """Record a step that has been written."""
         stepped = self.parameters
-        if not self.table.is_plain and not self.spec.scaled:
+        if not self.table.has_only_plain_tensors and not self.spec.scaled:
             stepped = [get_local(parameter) for parameter in stepped]
         torch.autograd.graph.increment_version(stepped)
-        for row, copies in self.copies.items():
+        for row, copies in self.contiguous_copies.items():
             for part, copy in zip(self.plans[row].payloads, copies, strict=True):
                 part.copy_(copy)
-        for entry, step in zip(self.table.state_entries, self.steps):
+        for entry, step in zip(self.table.state_entries, self.step_numbers):
             entry["step"] = step
         # Auxiliary tensors belong to the present payloads.
         if len(self.payload_versions) == len(self.parameters):
@@ -194,20 +202,20 @@ class Batch:
 GroupSetting = tuple[UpdateRule, Any, int, int]
 
 
-class BatchedParameters:
+class CachedBatchTables:
     """The parameters that step together, batch by batch, which the next step takes over while nothing has changed."""
 
     def __init__(
         self,
         settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
-        resting_places: list[int],
+        idle_positions: list[int],
         places: Sequence[list[int]],
         state: Mapping[Any, Any],
-        before: BatchedParameters | None,
+        before: CachedBatchTables | None,
     ) -> None:
         """Make the batches of parameters by their `places`; the tables `before` stay where their plans do."""
-        self.settings, self.plans, self.resting_places = settings, plans, resting_places
+        self.settings, self.plans, self.idle_positions = settings, plans, idle_positions
         self.state_entries = [*state.values()]
         self.tables: list[BatchTable] = []
         group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
@@ -219,15 +227,15 @@ class BatchedParameters:
                 table = BatchTable(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            table.parameter_places = chosen
-            table.group_runs = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
+            table.parameter_positions = chosen
+            table.group_row_ranges = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
             self.tables.append(table)
 
     def is_valid_for(
         self,
         settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
-        resting: list[int],
+        idle_positions: list[int],
         parameters: list[torch.Tensor],
         gradients: list[torch.Tensor | None],
         state: Mapping[Any, Any],
@@ -236,13 +244,13 @@ class BatchedParameters:
         if not (
             settings == self.settings
             and plans == self.plans
-            and resting == self.resting_places
+            and idle_positions == self.idle_positions
             and len(state) == len(self.state_entries)
             and all(map(is_, state.values(), self.state_entries))
         ):
             return False
         return all(
-            table.is_valid_for(table.select_batch_values(parameters), table.select_batch_values(gradients))
+            table.is_valid_for(table.select_values_of_batch(parameters), table.select_values_of_batch(gradients))
             for table in self.tables
         )
 
@@ -264,11 +272,11 @@ class BatchedParameters:
             counted: list[tuple[Mapping[str, Any], int]] = []
             steps: list[int] = [entry["step"] + 1 for entry in table.state_entries]
             metered = set()
-            for number, first, last in table.group_runs:
+            for number, first, last in table.group_row_ranges:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
                 ages = own
-                if table.has_later_states:
+                if table.has_states_begun_later:
                     ages = [
                         step - entry.get(STEPS_BEFORE_STATES_KEY, 0)
                         for step, entry in zip(own, table.state_entries[first:last])
@@ -292,9 +300,9 @@ class BatchedParameters:
                 Batch(
                     spec.lost_update_counting_spec if metered.pop() else spec,
                     table,
-                    table.select_batch_values(parameters),
-                    table.select_batch_values(gradients),
-                    [scales.get(place, 1.0) for place in table.parameter_places] if scales else [1.0] * len(steps),
+                    table.select_values_of_batch(parameters),
+                    table.select_values_of_batch(gradients),
+                    [scales.get(place, 1.0) for place in table.parameter_positions] if scales else [1.0] * len(steps),
                     steps,
                     constants,
                     counted,
@@ -308,51 +316,52 @@ class BatchedParameters:
 class PlanCache:
     """All that an optimizer derives from its parameters, groups and states, and can derive again.
 
-    A plan is out of date as soon as `is_valid` finds that something it was made from has changed: whoever uses plans
-    asks that first, and replaces the plan by `renew_plan`. `clear` is for changes that no plan shows, such as of the
-    names that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an empty cache.
+    A plan is out of date as soon as `is_plan_valid` finds that something it was made from has changed: whoever uses
+    plans asks that first, and replaces the plan by `renew_plan`. `invalidate_all` is for changes that no plan shows,
+    such as of the names that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an
+    empty cache.
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, ParameterPlan] = {}  # for loops that cannot pay for a method call
-        self._generation = 0
+        self.plan_by_parameter_id: dict[int, ParameterPlan] = {}  # for loops that cannot pay for a method call
+        self._invalidations = 0
         # Equal specifications are one object, because the parameters of one object step in one call.
-        self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
+        self._shared_specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
         # What the keys refer to by id is kept alive by the values.
-        self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
-        self.roster: BatchedParameters | None = None
+        self._shared_spec_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
+        self.batch_tables: CachedBatchTables | None = None
 
     def get(self, parameter: torch.Tensor) -> ParameterPlan | None:
         """Return a parameter's plan, valid or not; None where there is none."""
-        return self.by_id.get(id(parameter))
+        return self.plan_by_parameter_id.get(id(parameter))
 
     def __getitem__(self, parameter: torch.Tensor) -> ParameterPlan:
         """Return a parameter's plan; raises KeyError where there is none."""
-        return self.by_id[id(parameter)]
+        return self.plan_by_parameter_id[id(parameter)]
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter has a plan."""
-        return id(parameter) in self.by_id
+        return id(parameter) in self.plan_by_parameter_id
 
     def pop(self, parameter: torch.Tensor) -> None:
         """Drop a parameter's plan."""
-        self.by_id.pop(id(parameter), None)
+        self.plan_by_parameter_id.pop(id(parameter), None)
 
     def values(self) -> Iterable[ParameterPlan]:
         """Return all plans."""
-        return self.by_id.values()
+        return self.plan_by_parameter_id.values()
 
     def invalidate_all(self) -> None:
         """Make every plan invalid."""
-        self._generation += 1
-        self.roster = None
+        self._invalidations += 1
+        self.batch_tables = None
 
     def read_plan_options(self, group: Mapping[str, Any]) -> PlanOptions:
-        """Return the options of a group, for `is_valid` and `renew_plan`."""
+        """Return the options of a group, for `is_plan_valid` and `renew_plan`."""
         given = group["state_dtype"]
         states = tuple(given.items()) if isinstance(given, Mapping) else given  # which may change inside
         return PlanOptions(
-            group["weight_update"], states, group["format"], group["param_dtype"], group["seed"], self._generation
+            group["weight_update"], states, group["format"], group["param_dtype"], group["seed"], self._invalidations
         )
 
     def renew_plan(
@@ -362,7 +371,7 @@ class PlanCache:
         state: dict[str, Any],
         options: PlanOptions,
         name: str,
-        identity: int,
+        stream_id: int,
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more."""
@@ -372,18 +381,18 @@ class PlanCache:
             parameter=parameter,
             options=options,
             name=name,
-            identity=identity,
+            stream_id=stream_id,
             spec=spec,
             index_map=index_map,
             state=state,
-            stored=stored,
-            stored_addresses=[tensor.data_ptr() for tensor in stored],
-            address=part.data_ptr(),
+            stored_tensors=stored,
+            stored_tensor_addresses=[tensor.data_ptr() for tensor in stored],
+            payload_address=part.data_ptr(),
             shape=index_map.shape,
             stride=part.stride(),
-            contiguous=part.is_contiguous(),
+            is_contiguous=part.is_contiguous(),
             component_addresses=tuple(other.data_ptr() for other in list_payloads(parameter)[1:]),
-            plain=part is parameter,
+            is_plain_tensor=part is parameter,
             tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
             record=LastingParameterRecord() if known is None else known.record,
         )
@@ -391,23 +400,23 @@ class PlanCache:
             check_kernel_memory(plan, gradient)
         if plan.tracks_writes:
             plan.record.payload_version = carry_payload_version(parameter, part, plan.record.payload_version)
-        self.by_id[id(parameter)] = plan
+        self.plan_by_parameter_id[id(parameter)] = plan
         return plan
 
-    def find_step_spec(
+    def get_shared_step_spec(
         self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification; equal ones on one device are one object."""
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
         states, is_plain = self.read_plan_options(group).state_dtype, get_payload(parameter) is parameter
-        is_float32 = is_marked_as_float32(parameter)
+        is_float32 = is_marked_to_stay_float32(parameter)
         key = *map(id, given), states, is_float32, parameter.dtype, parameter.shape, parameter.device
-        if is_plain and key in self._specs_by_options:
-            return self._specs_by_options[key][0]
+        if is_plain and key in self._shared_spec_by_options:
+            return self._shared_spec_by_options[key][0]
         spec = choose_step_spec(rule, group, parameter, gradient, name)
-        spec = self._specs.setdefault((spec, get_local(parameter).device), spec)
+        spec = self._shared_specs.setdefault((spec, get_local(parameter).device), spec)
         if is_plain:
-            self._specs_by_options[key] = spec, given
+            self._shared_spec_by_options[key] = spec, given
         return spec
 
 

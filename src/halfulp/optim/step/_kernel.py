@@ -29,17 +29,17 @@ from ...rounding._random_bits import (
 )
 from .._storage import F32
 from ..parameters._step_spec import (
-    POINTERS_BEFORE_STATES,
+    POINTER_COLUMNS_BEFORE_STATES,
     RULE_SUM_SCALE_CONSTANT_NAMES,
     RandomBitDraw,
     StepSpec,
-    assign_bits_to_roundings,
+    assign_random_bits_to_roundings,
     count_pointer_columns,
     list_state_columns,
 )
 from ..rules._update_rule import UpdateRule
 from ..states._codec import TensorScaleCodec, find_finite_magnitude_word
-from ..states._int8_blocks import GROW_FACTOR, HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, Int8Blocks
+from ..states._int8_blocks import DOWNSCALE_FACTOR, RESCALED_ROOT, RESCALED_SQUARE, UPSCALE_FACTOR, Int8Blocks
 
 GRADIENT_COLUMN = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
@@ -47,35 +47,35 @@ NO_RANDOM_WORD = np.uint32(0)
 
 
 @functools.cache
-def compile_step(spec: StepSpec) -> Callable:
+def compile_step_kernel(spec: StepSpec) -> Callable:
     """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
-    return compile_pointer_table_kernel(f"step_{spec.name}", make_step_function(spec))
+    return compile_pointer_table_kernel(f"step_{spec.name}", make_step_table_function(spec))
 
 
-def make_step_function(spec: StepSpec) -> PointerTableFunction:
+def make_step_table_function(spec: StepSpec) -> PointerTableFunction:
     """Return the step of a specification as a device function on a table of pointers."""
     return PointerTableFunction(
         record_step(spec),
         count_pointer_columns(spec),
         len(spec.constant_names),
-        get_stream_position_trace() if spec.draws_bits and not spec.finds else None,
+        get_stream_position_trace() if spec.draws_random_bits and not spec.computed_reduction else None,
         int(WEYL_STEP),
         spec.block_length,
     )
 
 
 @functools.cache
-def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
+def record_step(spec: StepSpec, finds_payload_amax: bool = False) -> Trace:
     """Return the instructions of one element, on the pointers' addresses, constants and `RANDOM_STREAM_INPUT_NAMES`.
 
     A metered step sums up updates wanted and cancelled, u^2 and u (realised change); one that finds the largest
-    magnitudes has those of the weight and of the scaled states, and `with_payload` of the payload as read.
+    magnitudes has those of the weight and of the scaled states, and `finds_payload_amax` of the payload as read.
     """
     element = ElementTraceBuilder(count_pointer_columns(spec), len(spec.constant_names))
     step = _StepRecorder(spec, element)
     step.record()
-    if with_payload:
-        payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
+    if finds_payload_amax:
+        payload = spec.store.decode_code(spec.store.load_code(element.arrays[0], element.index))
         element.trace.emit_total("max", find_finite_magnitude_word(payload))
     return element.trace
 
@@ -85,73 +85,73 @@ class _StepRecorder:
 
     def __init__(self, spec: StepSpec, element: ElementTraceBuilder) -> None:
         self.spec, self.trace, self.element = spec, element.trace, element
-        self.i, self.arrays, numbers = element.index, element.arrays, element.constants
-        self.block = self.trace.emit("block", (), None, "block")
+        self.index, self.arrays, numbers = element.index, element.arrays, element.constants
+        self.block_index = self.trace.emit("block", (), None, "block")
         count = len(spec.rule.constants)
         self.rule_constants, self.scales = numbers[:count], dict(zip(spec.constant_names[count:], numbers[count:]))
-        self.names = spec.update.make_bindings(spec.store)
-        self.shrink = self.grow = ONE
+        self.weight_update_bindings = spec.update.make_bindings(spec.store)
+        self.downscale = self.upscale = ONE
 
     def record(self) -> None:
         """Record the step."""
         spec = self.spec
-        p, *held = self.bind_weight_update_function("read_weight")(*self.arrays[:4], self.i)
-        g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
+        p, *held = self.bind_weight_update_function("read_weight")(*self.arrays[:4], self.index)
+        g = spec.gradient.decode_code(spec.gradient.load_code(self.arrays[GRADIENT_COLUMN], self.index))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
         roots = [self.load_stored_state(k) for k in range(len(spec.codecs))]
         if spec.rescales_large_elements:  # scale an element down whose square float32 does not hold
-            large = abs(g) > HUGE_ROOT
+            large = abs(g) > RESCALED_ROOT
             for codec, slot, root in zip(spec.codecs, spec.rule.states, roots):
                 if slot.degree == 2:
-                    large = large | (root > (HUGE_ROOT if isinstance(codec, Int8Blocks) else HUGE_SQUARE))
+                    large = large | (root > (RESCALED_ROOT if isinstance(codec, Int8Blocks) else RESCALED_SQUARE))
             self.trace.rare_masks.add(large.number)
-            self.shrink, self.grow = select(large, SHRINK_FACTOR, ONE), select(large, GROW_FACTOR, ONE)
+            self.downscale, self.upscale = select(large, DOWNSCALE_FACTOR, ONE), select(large, UPSCALE_FACTOR, ONE)
         values = [self.convert_state_for_rule(k, root) for k, root in enumerate(roots)]
         if spec.computes_rule_reductions:
             self.record_reductions(w, g, values)
             return
         u, new = self.apply_rule(w, g, values)
-        if spec.finds == "amax":
+        if spec.computed_reduction == "amax":
             self.trace.emit_total("max", find_finite_magnitude_word(w + u))
             for k, codec in spec.scaled_codec_by_state.items():
-                self.trace.emit_total("max", find_finite_magnitude_word(codec.take_root_if_squared(new[k])))
+                self.trace.emit_total("max", find_finite_magnitude_word(codec.take_root_of_second_moment(new[k])))
             return
-        weight_draws, state_draws = assign_bits_to_roundings(spec)
+        weight_draws, state_draws = assign_random_bits_to_roundings(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_random_bits(draw) for draw in weight_draws])
         if spec.update.feeds_back and spec.rule.error_feedback is not None:
             lost = (w + u) - written
             lost = select(lost - lost == ZERO, lost, ZERO)
             new[0] = spec.rule.error_feedback(lost, *new, *self.rescale_constants())
-        if spec.metered:
-            self.record_update_sums(w, u, written * self.scales["new_scale"] if spec.scaled else written)
+        if spec.counts_lost_updates:
+            self.record_lost_update_sums(w, u, written * self.scales["new_scale"] if spec.scaled else written)
         for k, value in enumerate(new):
             self.store_state(k, value, self.draw_random_bits(state_draws[k]))
 
     def bind_weight_update_function(self, name: str) -> Callable:
         """Return a device function of the weight update."""
-        found: Any = self.names[name]
-        return bind_free_variables(found, self.names)
+        found: Any = self.weight_update_bindings[name]
+        return bind_free_variables(found, self.weight_update_bindings)
 
     def load_stored_state(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
         codec, arrays = self.spec.codecs[k], self.list_state_addresses(k)
         if isinstance(codec, Int8Blocks):
-            return codec.load_unsquared(arrays, self.i, self.block)
+            return codec.load_before_squaring(arrays, self.index, self.block_index)
         scale = self.scales[f"scale_{k}"] if isinstance(codec, TensorScaleCodec) else None
-        return codec.load(arrays, self.i, self.block, scale)
+        return codec.load_element(arrays, self.index, self.block_index, scale)
 
     def list_state_addresses(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
         first = list_state_columns(self.spec)[k]
-        return self.arrays[first : first + self.spec.codecs[k].columns]
+        return self.arrays[first : first + self.spec.codecs[k].tensor_count]
 
-    def convert_state_for_rule(self, k: int, root: Any) -> Any:
+    def convert_state_for_rule(self, k: int, stored: Any) -> Any:
         """Return state k as the rule takes it."""
         degree, is_root = self.spec.rule.states[k].degree, isinstance(self.spec.codecs[k], Int8Blocks)
-        root = self.multiply_if_rescaled(root, self.shrink)
+        value = self.multiply_if_rescaled(stored, self.downscale)
         if degree == 2 and is_root:
-            return root * root
-        return self.multiply_if_rescaled(root, self.shrink) if degree == 2 else root
+            return value * value
+        return self.multiply_if_rescaled(value, self.downscale) if degree == 2 else value
 
     def multiply_if_rescaled(self, value: Any, factor: Any) -> Any:
         """Multiply a value by a factor, if the step rescales elements."""
@@ -161,7 +161,7 @@ class _StepRecorder:
         """Return the rule's constants, those of the gradient's size rescaled."""
         inner = (self.spec.rule.homogeneous or ()) if self.spec.rescales_large_elements else ()
         named = zip(self.spec.rule.constants, self.rule_constants)
-        return [value * self.shrink if name in inner else value for name, value in named]
+        return [value * self.downscale if name in inner else value for name, value in named]
 
     def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
@@ -176,8 +176,8 @@ class _StepRecorder:
     def collect_rule_operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
         """Return what a function of the rule takes before its constants."""
         rule, finite = self.spec.rule, select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
-        g = self.multiply_if_rescaled(g, self.shrink)
-        prepared = [] if rule.prepare is None else [F32.real(F32.load(self.arrays[-1], self.i))]
+        g = self.multiply_if_rescaled(g, self.downscale)
+        prepared = [] if rule.prepare is None else [F32.decode_code(F32.load_code(self.arrays[-1], self.index))]
         return [finite, g, *prepared, *values]
 
     def record_reductions(self, w: Any, g: Any, values: Sequence[Any]) -> None:
@@ -187,7 +187,7 @@ class _StepRecorder:
             arguments = [*self.collect_rule_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
             value = call_users_function(reduction.of, *taken)
-            if self.spec.finds == "largest":
+            if self.spec.computed_reduction == "largest":
                 self.trace.emit_total("max", find_finite_magnitude_word(value))
                 continue
             # Split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
@@ -208,9 +208,9 @@ class _StepRecorder:
             ratio = scales["weight_ratio"]
             terms = (p * ratio, first * ratio, second * ratio, last, u * scales["weight_inverse"])
         given = [*bits, NO_RANDOM_WORD, NO_RANDOM_WORD][:2]
-        return self.bind_weight_update_function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
+        return self.bind_weight_update_function("write_weight")(*self.arrays[:4], self.index, *terms, *given)
 
-    def record_update_sums(self, w: Any, u: Any, new: Any) -> None:
+    def record_lost_update_sums(self, w: Any, u: Any, new: Any) -> None:
         """Sum up what updates were asked for, and what became of them."""
         wide, asked_for = self.to_float64(u), abs(u) > ZERO
         change = self.to_float64(new) - self.to_float64(w)
@@ -228,23 +228,27 @@ class _StepRecorder:
         codec, slot = self.spec.codecs[k], self.spec.rule.states[k]
         if isinstance(codec, Int8Blocks):
             root = sqrt(value) if slot.degree == 2 else value
-            codec.save_unsquared(
-                self.list_state_addresses(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits
+            codec.store_before_squaring(
+                self.list_state_addresses(k),
+                self.index,
+                self.block_index,
+                self.multiply_if_rescaled(root, self.upscale),
+                bits,
             )
             return
-        value = self.multiply_if_rescaled(value, self.grow)
-        value = self.multiply_if_rescaled(value, self.grow) if slot.degree == 2 else value
+        value = self.multiply_if_rescaled(value, self.upscale)
+        value = self.multiply_if_rescaled(value, self.upscale) if slot.degree == 2 else value
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, TensorScaleCodec) else None
-        codec.save(self.list_state_addresses(k), self.i, self.block, value, inverse, bits)
+        codec.store_element(self.list_state_addresses(k), self.index, self.block_index, value, inverse, bits)
 
     def draw_random_bits(self, drawn: RandomBitDraw | None) -> Any:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return NO_RANDOM_WORD
-        word = draw_word(hash_element(*self.element.random_stream_inputs), drawn.word)
+        word = draw_word(hash_element(*self.element.random_stream_inputs), drawn.word_number)
         word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
-        cut = drawn.shift + drawn.bits < 32
-        return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word
+        cut = drawn.shift + drawn.bit_count < 32
+        return bit_and(word, np.uint32((1 << drawn.bit_count) - 1)) if cut else word
 
 
 def run_reference_step(
@@ -260,8 +264,8 @@ def run_reference_step(
 
     `constants` are rounded to float32 here; `index_map` stands beside a key of random words.
     """
-    arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
-    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
+    arrays = {**dict(enumerate(parts)), POINTER_COLUMNS_BEFORE_STATES - 1: gradient}
+    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTER_COLUMNS_BEFORE_STATES))
     rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
     inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
     if key is not None and index_map is not None:

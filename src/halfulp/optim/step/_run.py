@@ -32,13 +32,13 @@ from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_float32_weights
 from ..parameters._local_tensors import get_local, get_scaled_parameter_scale, is_dtensor, wrap_like_dtensor
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._step_spec import StepSpec, count_pointer_columns
+from ..parameters._step_spec import ComputedReduction, StepSpec, count_pointer_columns
 from ._batch import Batch
-from ._kernel import GRADIENT_COLUMN, compile_step, record_step, run_reference_step
-from ._scales import append_current_scales, choose_new_scales, write_stored_scales
+from ._kernel import GRADIENT_COLUMN, compile_step_kernel, record_step, run_reference_step
+from ._scales import append_current_scales, choose_new_scales, write_new_scales
 
-METER_COLUMN_COUNT = 4
-_MOST_KEYS_IN_PYTHON = 8  # keys that take Python less time than NumPy's arrays
+KERNEL_SUM_COLUMN_COUNT = 4
+_MOST_KEYS_HASHED_IN_PYTHON = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
@@ -46,15 +46,16 @@ def compile_kernels(batch: Batch) -> None:
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
         compile_and_check_kernel(batch.spec)
-        reduced = ("largest", "sums") if batch.spec.rule.reductions else ()
-        for finds in (*(("amax",) if batch.spec.scaled else ()), *reduced):
-            compile_and_check_kernel(make_reduction_spec(batch.spec, finds))
+        reductions: list[ComputedReduction] = ["amax"] if batch.spec.scaled else []
+        reductions += ["largest", "sums"] if batch.spec.rule.reductions else []
+        for reduction in reductions:
+            compile_and_check_kernel(make_reduction_spec(batch.spec, reduction))
     if batch.device.type != "cpu":
         require_same_bits_as_cpu(
             batch.device,
             f"optimizer step {batch.spec.name}",
             batch.spec,
-            lambda device: _step_check_elements(batch.spec, None, device),
+            lambda device: _run_step_on_check_elements(batch.spec, None, device),
             "Keep the parameters on the CPU, or step them by torch.optim",
         )
 
@@ -65,7 +66,7 @@ def run_step(batch: Batch) -> None:
     if not spec.scaled:
         _run_step_on_engine(batch)
         return
-    if batch.engine == "triton" and _run_triton(batch):
+    if batch.engine == "triton" and _try_step_on_triton(batch):
         return
     batch.constants = [
         append_current_scales(spec, plan, constants, float(scale))
@@ -75,13 +76,13 @@ def run_step(batch: Batch) -> None:
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
     _run_step_on_engine(batch)
     for plan, constants in zip(batch.plans, batch.constants):
-        write_stored_scales(spec, plan, constants)
+        write_new_scales(spec, plan, constants)
 
 
 @functools.cache
-def make_reduction_spec(spec: StepSpec, finds: str) -> StepSpec:
-    """Return the specification that writes nothing and finds what `StepSpec.finds` names."""
-    return dataclasses.replace(spec, metered=False, finds=finds)
+def make_reduction_spec(spec: StepSpec, reduction: ComputedReduction) -> StepSpec:
+    """Return the specification that writes nothing and finds what `StepSpec.computed_reduction` names."""
+    return dataclasses.replace(spec, counts_lost_updates=False, computed_reduction=reduction)
 
 
 def run_reduction_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
@@ -91,8 +92,8 @@ def run_reduction_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float
         found = [run_reference_step(spec, *batch.list_step_tensors(row), own) for row, own in enumerate(constants)]
         return np.array(found).reshape(-1, columns)
     meter = _run_llvm_kernel(spec, batch, constants)
-    totals = np.zeros((len(batch.plans), METER_COLUMN_COUNT))
-    (np.add if spec.finds == "sums" else np.maximum).at(totals, batch.table.chunks[:, 0], meter)
+    totals = np.zeros((len(batch.plans), KERNEL_SUM_COLUMN_COUNT))
+    (np.add if spec.computed_reduction == "sums" else np.maximum).at(totals, batch.table.chunks[:, 0], meter)
     return totals[:, :columns]
 
 
@@ -101,7 +102,7 @@ def _run_step_on_engine(batch: Batch) -> None:
     if batch.engine == "llvm":
         _run_llvm_kernel(spec, batch, batch.constants)
         return
-    if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
+    if batch.engine == "triton" and not spec.scaled and _try_step_on_triton(batch):  # scaled ones have been tried
         return
     if device != "cpu":
         note_fallback("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
@@ -112,34 +113,34 @@ def _run_step_on_engine(batch: Batch) -> None:
         key, tensors = (keys[row] or [None])[0], batch.list_step_tensors(row)
         lost = run_reference_step(spec, *tensors, batch.constants[row], key, plan.index_map)
         if lost:
-            plan.record.add_metered_step(*lost)
+            plan.record.add_counted_step(*lost)
 
 
 def _run_llvm_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
     kernel, table = compile_and_check_kernel(spec), batch.table
-    _write_gradient_pointers(batch)
-    table.keys[...] = _make_random_keys(batch)
-    chunks, pointers, rows, keys = table.array_addresses
+    _write_step_pointers(batch)
+    table.random_keys[...] = _make_random_keys(batch)
+    chunks, pointers, rows, keys = table.table_addresses
     distinct, row_of_each = _find_distinct_constants(constants)
     numbers, chosen = array("f", itertools.chain.from_iterable(distinct)), array("q", row_of_each)
     rows = chosen.buffer_info()[0] if row_of_each else rows
-    counts = spec.metered or spec.finds
-    meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMN_COUNT))
+    counts = spec.counts_lost_updates or spec.computed_reduction
+    meter = np.zeros((len(table.chunks) if counts else 0, KERNEL_SUM_COLUMN_COUNT))
     meter_address = get_array_address(meter) if counts else 0
     run_chunks(kernel, table.chunks[:, 2], chunks, pointers, rows, numbers.buffer_info()[0], keys, meter_address)
-    if spec.metered:
+    if spec.counts_lost_updates:
         _record_lost_updates(meter, table.chunks, batch.plans)
     return meter
 
 
-def _run_triton(batch: Batch) -> bool:
+def _try_step_on_triton(batch: Batch) -> bool:
     """Run the step on an accelerator, which chooses the scales if there are some; return False if it cannot."""
     from ...kernels.triton._launch import copy_chunks_to_device
     from . import _triton_kernel as triton
 
     spec, device, table = batch.spec, batch.device, batch.table
     specs = (make_reduction_spec(spec, "amax"), spec) if spec.scaled else (spec,)
-    found = (triton.find_step_kernel(one, device, _step_check_elements) for one in specs)
+    found = (triton.get_checked_step_kernel(one, device, _run_step_on_check_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
     present: list[list[torch.Tensor]] = []
     if spec.scaled:
@@ -150,18 +151,20 @@ def _run_triton(batch: Batch) -> bool:
         present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_codec_by_state]
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
         return False
-    _write_gradient_pointers(batch)
+    _write_step_pointers(batch)
     distinct, row_of_each = _find_distinct_constants(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
     constants = np.pad(constants, ((0, 0), (0, len(spec.constant_names) - constants.shape[1])))  # room for the scales
-    placed = table.placed_chunks = copy_chunks_to_device(table.chunks, table.pointers, device, table.placed_chunks)
-    rows = triton.make_kernel_rows(device, table.pointers, constants, _make_random_keys(batch))
+    placed = table.chunks_on_device = copy_chunks_to_device(
+        table.chunks, table.pointers, device, table.chunks_on_device
+    )
+    rows = triton.make_device_table_rows(device, table.pointers, constants, _make_random_keys(batch))
     if spec.scaled:
         totals, _ = triton.launch_scaled_step(spec, kernels, placed, rows, present)
     else:
         totals = kernels[0].launch(placed, rows)
-    if spec.metered:
+    if spec.counts_lost_updates:
         _record_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
     return True
 
@@ -175,7 +178,7 @@ def _find_distinct_constants(constants: list[tuple[float, ...]]) -> tuple[list[t
     return [*distinct.values()], [row_of[id(one)] for one in constants]
 
 
-def _write_gradient_pointers(batch: Batch) -> None:
+def _write_step_pointers(batch: Batch) -> None:
     pointers, gradients = batch.table.pointers, batch.gradients
     found = [*map(torch.Tensor.data_ptr, gradients)]
     pointers[:, GRADIENT_COLUMN] = found
@@ -185,52 +188,54 @@ def _write_gradient_pointers(batch: Batch) -> None:
             pointers[row, GRADIENT_COLUMN] = address(gradients[row])
     for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
-    for row, copies in batch.copies.items():
+    for row, copies in batch.contiguous_copies.items():
         for column, copy in enumerate(copies):
             pointers[row, column] = address(copy)
 
 
 def _record_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
-    sums = np.zeros((len(plans), METER_COLUMN_COUNT))
+    sums = np.zeros((len(plans), KERNEL_SUM_COLUMN_COUNT))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
-        plan.record.add_metered_step(*row)
+        plan.record.add_counted_step(*row)
 
 
 def _make_random_keys(batch: Batch) -> np.ndarray:
     """uint64 array of shape (parameters, 1): a key per parameter and step; (parameters, 0) without draws."""
-    table, steps = batch.table, batch.steps
+    table, steps = batch.table, batch.step_numbers
     seeds, step = table.seeds, steps[0]
-    if not batch.spec.draws_bits:
-        return table.keys
+    if not batch.spec.draws_random_bits:
+        return table.random_keys
     if isinstance(seeds, int) and len({*steps}) == 1:
-        if len(steps) <= _MOST_KEYS_IN_PYTHON:
-            return np.array([[mix64(seeds, step, plan.identity)] for plan in table.plans], np.uint64)
-        return mix64_all(seeds, step, table.identities)
+        if len(steps) <= _MOST_KEYS_HASHED_IN_PYTHON:
+            return np.array([[mix64(seeds, step, plan.stream_id)] for plan in table.plans], np.uint64)
+        return mix64_all(seeds, step, table.stream_ids)
     every = np.array(steps, np.uint64)[:, None]
-    return mix64_all(np.full(every.shape, seeds, np.uint64), every, table.identities)
+    return mix64_all(np.full(every.shape, seeds, np.uint64), every, table.stream_ids)
 
 
-def compile_and_check_kernel(spec: StepSpec):
+def compile_and_check_kernel(spec: StepSpec) -> Callable[..., Any]:
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
     if "checked_kernel" in held:
         return held["checked_kernel"]
     spec = dataclasses.replace(spec, has_components_in_parameter=False) if spec.has_components_in_parameter else spec
-    kernel = compile_step(spec)
+    kernel = compile_step_kernel(spec)
 
     def run(chunks, pointers, constants, keys) -> np.ndarray:
-        meter = np.zeros((len(chunks), METER_COLUMN_COUNT))
+        meter = np.zeros((len(chunks), KERNEL_SUM_COLUMN_COUNT))
         given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
         kernel(0, len(chunks), *map(get_array_address, given))
         return meter
 
-    check_bits(spec.name, lambda: _step_check_elements(spec, run), lambda: _step_check_elements(spec), spec)
+    check_bits(
+        spec.name, lambda: _run_step_on_check_elements(spec, run), lambda: _run_step_on_check_elements(spec), spec
+    )
     held["checked_kernel"] = kernel
     return kernel
 
 
-def _step_check_elements(
+def _run_step_on_check_elements(
     spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.
@@ -266,7 +271,7 @@ def _step_check_elements(
         states[k][1].fill_(0.0625)
     if spec.rule.prepare is not None:
         states.append([(ramp * ramp).to(device)])
-    keys = np.full((1, int(spec.draws_bits)), mix64(1, 2, 3), np.uint64)
+    keys = np.full((1, int(spec.draws_random_bits)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == count_pointer_columns(spec)
@@ -285,11 +290,11 @@ def _step_check_elements(
         constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
         if run is not None:
             found = run(chunks, table, np.array([constants], np.float32).reshape(1, -1), keys)
-        elif spec.finds:
+        elif spec.computed_reduction:
             found = np.array([run_reference_step(spec, parts, gradient, states, constants)])
         else:
             run_reference_step(spec, parts, gradient, states, constants, key[0], index_map)
-        if spec.finds:
+        if spec.computed_reduction:
             return [torch.tensor(found.max(0)[: len(record_step(spec).sums)], dtype=torch.float32, device="cpu")]
     return [tensor.cpu() for tensor in (*parts, *(tensor for state in states for tensor in state))]
 
@@ -335,7 +340,7 @@ def add_prepared_tensors(batch: Batch) -> None:
     prepare = batch.spec.rule.prepare
     if prepare is None:
         return
-    for row, (group, age) in enumerate(batch.rule_steps):
+    for row, (group, age) in enumerate(batch.groups_and_steps):
         with torch.autocast(batch.device.type, enabled=False):  # the caller's would multiply in 16 bits
             made, late = prepare(GatheredTensors(batch, row), group, age)
         shard = batch.plans[row].index_map
@@ -391,16 +396,16 @@ def add_constants_from_sums(batches: Sequence[Batch], sums: Sequence[list[tuple[
         if late is None:
             continue
         made: dict[tuple[int, int, tuple[float, ...]], tuple[float, ...]] = {}
-        for row, ((group, age), total) in enumerate(zip(batch.rule_steps, found, strict=True)):
+        for row, ((group, age), total) in enumerate(zip(batch.groups_and_steps, found, strict=True)):
             key = id(group), age, total
             if key not in made:
                 made[key] = (*batch.constants[row], *late(group, age, total))
             batch.constants[row] = made[key]
 
 
-def _run_reducing_kernel(batch: Batch, finds: str, scales: np.ndarray | None = None) -> np.ndarray:
+def _run_reducing_kernel(batch: Batch, reduction: ComputedReduction, scales: np.ndarray | None = None) -> np.ndarray:
     """Run a reducing kernel of a batch, and return a row per parameter: its "sums" or "largest" magnitudes."""
-    spec = make_reduction_spec(batch.spec, finds)
+    spec = make_reduction_spec(batch.spec, reduction)
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []
     for row, (plan, constants) in enumerate(zip(batch.plans, batch.constants)):
@@ -412,7 +417,7 @@ def _run_reducing_kernel(batch: Batch, finds: str, scales: np.ndarray | None = N
     return run_reduction_spec(spec, batch, given)
 
 
-def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:
+def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarray], how: Callable[..., Any]) -> None:
     """Put the largest or the sum over all parameters where a sum is over all, in place."""
     most = max(len(batch.spec.rule.reductions) for batch in batches)
     for k in range(most):
@@ -430,7 +435,7 @@ def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarra
 def _reduce_over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
     """Reduce what was found over the ranks that share each parameter."""
     rows_by_mesh: dict[tuple, list[int]] = {}
-    for row, plan in enumerate(() if batch.table.is_plain else batch.plans):
+    for row, plan in enumerate(() if batch.table.has_only_plain_tensors else batch.plans):
         if is_dtensor(plan.parameter):
             replicated = tuple(placement.is_replicate() for placement in plan.parameter.placements)
             rows_by_mesh.setdefault((id(plan.parameter.device_mesh), replicated), []).append(row)

@@ -11,11 +11,11 @@ import torch
 from ..parameters._local_tensors import get_scaled_parameter_scale
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
-from ..states._codec import compute_finite_amax, find_array_library, find_power_of_two_below
+from ..states._codec import compute_finite_amax, floor_to_power_of_two, get_array_module
 
 ConstantRow = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
-SCALE_WINDOW_BY_DTYPE = {
+PAYLOAD_BINADE_WINDOW_BY_DTYPE = {
     torch.float16: (-4, 13, 3),
     torch.float8_e4m3fn: (-1, 7, 5),
     torch.float8_e5m2: (-4, 14, 4),
@@ -23,7 +23,7 @@ SCALE_WINDOW_BY_DTYPE = {
     torch.float32: (-40, 40, 0),
 }
 # Of a payload under the new scale, before the update is added: float32 holds it, and some binades more.
-LARGEST_PAYLOAD_BINADE = 120
+LARGEST_PAYLOAD_EXPONENT = 120
 
 
 def append_current_scales(
@@ -54,7 +54,7 @@ def choose_new_scales(
     return [(*row[:first], *scales) for row, scales in zip(constants, chosen.T.tolist(), strict=True)]
 
 
-def write_stored_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
+def write_new_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_columns
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
@@ -86,7 +86,7 @@ def compute_scale_constants(spec: StepSpec, present: Any, largest: Any) -> Any:
     columns = [weights, 1 / new, gradients, ratio, new]
     for codec, held, greatest in zip(spec.scaled_codec_by_state.values(), states, largest[1:-1], strict=True):
         columns += [held, 1 / codec.fit_scale(greatest)]
-    return find_array_library(present).stack(columns)
+    return get_array_module(present).stack(columns)
 
 
 def fit_weight_scale(dtype: torch.dtype, present: Any, largest: Any, stored: Any) -> tuple[Any, Any]:
@@ -100,14 +100,14 @@ def fit_weight_scale(dtype: torch.dtype, present: Any, largest: Any, stored: Any
     >>> fit_weight_scale(torch.float16, ones, np.array([100.0, 40000.0, 0.0]), 0 * ones)[0]
     array([1.000e+00, 4.096e+03, 1.000e+00])
     """
-    where = find_array_library(present).where
-    lowest, highest, target = SCALE_WINDOW_BY_DTYPE[dtype]
-    binade = find_power_of_two_below(largest)
+    where = get_array_module(present).where
+    lowest, highest, target = PAYLOAD_BINADE_WINDOW_BY_DTYPE[dtype]
+    binade = floor_to_power_of_two(largest)
     wanted = (binade * 2.0**-target).clip(2.0**-126, 2.0**126)
     keeps = (largest == 0) | ((binade >= 2.0**lowest * present) & (binade <= 2.0**highest * present))
-    reached = present * (2 * find_power_of_two_below(stored)).clip(1) * 2.0**-LARGEST_PAYLOAD_BINADE
+    reached = present * (2 * floor_to_power_of_two(stored)).clip(1) * 2.0**-LARGEST_PAYLOAD_EXPONENT
     reached = where(wanted > reached, wanted, reached)
-    if torch.finfo(dtype).max > 2.0**LARGEST_PAYLOAD_BINADE:
+    if torch.finfo(dtype).max > 2.0**LARGEST_PAYLOAD_EXPONENT:
         # The payload's own range is wide enough for what a factor in float32's range leaves to do.
         reached = where(reached < 2.0**126 * present, reached, 2.0**126 * present)
     reached = where(stored == 0, wanted, reached.clip(max=2.0**126))

@@ -12,7 +12,7 @@ import torch
 from ...arithmetic._operators import two_sum
 from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
-from .._storage import Store, find_power_of_two_word
+from .._storage import Store, floor_to_binade_word
 from ._weight_update import (
     WeightUpdate,
     find_weight_update,
@@ -27,19 +27,19 @@ from ._weight_update import (
 ZERO, NEGATIVE_ZERO, ZERO_WORD = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 # Bound per store and weight update.
-RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
+RESIDUAL_PER_BINADE, RESIDUAL_OFFSET = np.float32(0.0), np.float32(0.0)
 
 
 def zero_oversized_finite_residual(p, c):
     """Device function: a residual, or 0 if it is infinite or larger than its weight update leaves beside p."""
     # The bound lies between two numbers of bfloat16, but of an infinite p, beside which nothing is to be kept.
-    return select(abs(c) < real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE, c, ZERO)
+    return select(abs(c) < real(floor_to_binade_word(word(p))) * RESIDUAL_PER_BINADE, c, ZERO)
 
 
 def zero_oversized_residual(p, c):
     """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
     w = p + c
-    fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + LEAST_RESIDUAL) & (w - w == ZERO)
+    fits = (abs(c) <= real(floor_to_binade_word(word(p))) * RESIDUAL_PER_BINADE + RESIDUAL_OFFSET) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 
@@ -58,7 +58,7 @@ def make_residual_bound_bindings(store: Store, ulps: float, is_single: bool = Fa
     is_quick = is_single and store.dtype == torch.bfloat16 and ulps < 1
     fitting = zero_oversized_finite_residual if is_quick else zero_oversized_residual
     share *= np.float32(1 + compute_ulp_of_one(store) / 2) if is_quick else np.float32(1)
-    return {"fitting": fitting, "LOWEST_BINADE_WORD": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
+    return {"fitting": fitting, "LOWEST_BINADE_WORD": binade, "RESIDUAL_PER_BINADE": share, "RESIDUAL_OFFSET": least}
 
 
 def compute_ulp_of_one(store: Store) -> float:
@@ -109,10 +109,10 @@ class Kahan(WeightUpdate):
     def make_bindings(self, store: Store) -> dict[str, object]:
         stochastic = self.residual == "stochastic"
         functions: dict[str, object] = {
-            "read_weight": read_literal_kahan if self.literal else read_kahan,
-            "write_weight": write_literal_kahan if self.literal else write_kahan,
+            "read_weight": read_literal_kahan_weight if self.literal else read_kahan_weight,
+            "write_weight": write_literal_kahan_weight if self.literal else write_kahan_weight,
             "fill_weight": fill_kahan_weight,
-            "residual_round": store.stochastic if stochastic else store.nearest,
+            "residual_round": store.round_stochastically if stochastic else store.round_to_nearest,
             "RESIDUAL_DRAW_NUMBER": int(stochastic and self.weight == "stochastic"),
         }
         # The largest residual, its own last place included.
@@ -124,7 +124,7 @@ class Kahan(WeightUpdate):
         )
 
 
-def read_kahan(a0, a1, a2, a3, i):
+def read_kahan_weight(a0, a1, a2, a3, i):
     """Device function: the weight p + c, then p, c and c again."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
@@ -143,7 +143,7 @@ def fill_kahan_weight(a0, a1, a2, a3, i, value):
 RESIDUAL_DRAW_NUMBER = 0  # which random word rounds the residual, bound
 
 
-def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+def write_kahan_weight(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the equation of Kahan; a weight that became infinite or NaN keeps no residual."""
     # A residual that is not as it was read is under another scale, in whose last places it may be too large for p;
     # under a smaller one both may be far larger than their sum, beside which u would be lost.
@@ -161,14 +161,14 @@ def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     return s + weight_real(left)
 
 
-def read_literal_kahan(a0, a1, a2, a3, i):
-    """Device function: p + c, both, and p again, by which `write_literal_kahan` knows whether the scale changes."""
+def read_literal_kahan_weight(a0, a1, a2, a3, i):
+    """Device function: p + c, both, and p again, by which the write knows whether the scale changes."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, p
 
 
-def write_literal_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+def write_literal_kahan_weight(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
     same, whole = p == held, p + c
@@ -238,11 +238,11 @@ class Components(WeightUpdate):
         if self.n == 2:
             return Kahan(residual=self.residual).make_bindings(store)
         functions: dict[str, object] = {
-            "read_weight": read_components,
-            "write_weight": write_components,
+            "read_weight": read_components_weight,
+            "write_weight": write_components_weight,
             "fill_weight": fill_components_weight,
             "COMPONENT_COUNT": self.n,
-            "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest,
+            "residual_round": store.round_stochastically if self.residual == "stochastic" else store.round_to_nearest,
         }
         return functions | make_residual_bound_bindings(store, 0.5) | make_store_bindings(store, False)
 
@@ -252,7 +252,7 @@ def load_component(address, i):
     return weight_real(weight_load(address, i))
 
 
-def store_leading_component(address, i, high, low, lost):
+def cut_off_and_store_component(address, i, high, low, lost):
     """Device function: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
     code = weight_nearest(high, high)
     code = select(lost == lost, code, sub(code, code))
@@ -271,7 +271,7 @@ def store_last_component(address, i, high, lost, random):
 COMPONENT_COUNT = 4  # of the components, bound
 
 
-def read_components(a0, a1, a2, a3, i):
+def read_components_weight(a0, a1, a2, a3, i):
     """Device function: the sum, smallest first, and the components behind the parameter, 0 if they do not fit."""
     p, first = load_component(a0, i), load_component(a1, i)
     behind = [fitting(p, first)]
@@ -283,7 +283,7 @@ def read_components(a0, a1, a2, a3, i):
     return p + w, behind[0], behind[1], behind[-1]
 
 
-def write_components(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
+def write_components_weight(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     """Device function: sweep up through the components, cut from the top."""
     parts, addresses = (load_component(a0, i), c1, c2, c3)[:COMPONENT_COUNT], (a0, a1, a2, a3)[:COMPONENT_COUNT]
     high, low = u, ZERO
@@ -294,16 +294,16 @@ def write_components(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     high, low = two_sum(high, select(low - low == ZERO, low, ZERO))
     lost = ZERO
     for address, part in zip(addresses[:-1], parts):
-        high, low, lost = store_leading_component(address, i, select(u == ZERO, part, high), low, lost)
+        high, low, lost = cut_off_and_store_component(address, i, select(u == ZERO, part, high), low, lost)
     store_last_component(addresses[-1], i, select(u == ZERO, parts[-1], high), lost, r0)
-    return read_components(a0, a1, a2, a3, i)[0]
+    return read_components_weight(a0, a1, a2, a3, i)[0]
 
 
 def fill_components_weight(a0, a1, a2, a3, i, value):
     """Device function: components from the top."""
     high, low, lost, addresses = value, ZERO, ZERO, (a0, a1, a2, a3)[:COMPONENT_COUNT]
     for address in addresses[:-1]:
-        high, low, lost = store_leading_component(address, i, high, low, lost)
+        high, low, lost = cut_off_and_store_component(address, i, high, low, lost)
     store_last_component(addresses[-1], i, high, lost, value)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ...kernels._operations import load32, select, store32, word
-from .._storage import F32, Store, word_to_float32
+from .._storage import F32, Store, decode_float32_word
 from ._weight_update import WeightUpdate, make_store_bindings, read_plain, register_weight_update, write_plain
 
 
@@ -63,22 +63,26 @@ class Master(WeightUpdate):
         return (("master", torch.float32),)
 
     def make_bindings(self, store: Store) -> dict[str, object]:
-        functions = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master_weight}
+        functions = {
+            "read_weight": read_master_weight,
+            "write_weight": write_master_weight,
+            "fill_weight": fill_master_weight,
+        }
         return functions | make_store_bindings(store, False)
 
     def make_neutral_values(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
         return store.decode(payload.contiguous())
 
 
-def read_master(a0, a1, a2, a3, i):
+def read_master_weight(a0, a1, a2, a3, i):
     """Device function: the float32 copy where the parameter is its nearest value, else the parameter."""
     copy, code = load32(a1, i), weight_load(a0, i)
-    same = code == weight_nearest(word_to_float32(copy), copy)
-    w = select(same, word_to_float32(copy), weight_real(code))
+    same = code == weight_nearest(decode_float32_word(copy), copy)
+    w = select(same, decode_float32_word(copy), weight_real(code))
     return w, w, w, w
 
 
-def write_master(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+def write_master_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the sum into the copy, its nearest narrow value into the parameter."""
     fill_master_weight(a0, a1, a2, a3, i, w + u)
     return w + u

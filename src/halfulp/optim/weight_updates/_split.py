@@ -73,7 +73,11 @@ class Split16(WeightUpdate):
 
     def make_bindings(self, store: Store) -> dict[str, object]:
         rounded = round_sum_stochastically if self.stochastic else round_sum_to_nearest
-        pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split_weight}
+        pieces = {
+            "read_weight": read_split_weight,
+            "write_weight": write_split_weight,
+            "fill_weight": fill_split_weight,
+        }
         return pieces | {"rounded_sum": rounded} | make_store_bindings(store, False)
 
 
@@ -104,29 +108,31 @@ class Split8(WeightUpdate):
         """Return the device functions: on words for bfloat16, on units of the last place for float16."""
         is_bf16 = store.name == "bf16"
         pieces = {
-            "read_weight": read_split8 if is_bf16 else read_fp16_split8,
-            "write_weight": write_split8,
+            "read_weight": read_split8_weight if is_bf16 else read_fp16_split8_weight,
+            "write_weight": write_split8_weight,
             "fill_weight": fill_split8_weight,
-            "save_split8": save_bf16_split8 if is_bf16 else save_fp16_split8,
+            "save_split8": store_bf16_split8_weight if is_bf16 else store_fp16_split8_weight,
             "NEAREST_DRAW": HALF_OF_8_BITS if is_bf16 else HALF_OF_16_BITS,
         }
         return pieces | make_store_bindings(store, False)
 
 
-def read_split(a0, a1, a2, a3, i):
+def read_split_weight(a0, a1, a2, a3, i):
     """Device function: (p << 16) + c as a float32."""
     shown = shl(weight_load(a0, i), SHIFT_16)
-    w = ignore_invalid_low_bits(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_MASK_16)), SIGN_MASK_16)), real(shown))
+    w = ignore_low_bits_of_nonfinite_weight(
+        real(sub(add(shown, bit_xor(load16(a1, i), SIGN_MASK_16)), SIGN_MASK_16)), real(shown)
+    )
     return w, w, w, w
 
 
-def ignore_invalid_low_bits(w, shown):
+def ignore_low_bits_of_nonfinite_weight(w, shown):
     """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN."""
     # Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
     return select(w - w == FLOAT32_ZERO, w, shown)
 
 
-def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+def write_split_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the word of the sum, cut after rounding its upper half."""
     new = rounded_sum(w, u, r0)
     fill_split_weight(a0, a1, a2, a3, i, new)
@@ -156,15 +162,15 @@ def round_sum_stochastically(w, u, random):
     return select(chance * gap < abs(error), real(outwards), total)
 
 
-def read_split8(a0, a1, a2, a3, i):
+def read_split8_weight(a0, a1, a2, a3, i):
     """Device function: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_MASK_8), SIGN_MASK_8)
     shown = shl(weight_load(a0, i), SHIFT_16)
-    w = ignore_invalid_low_bits(real(add(shown, shl(low, SHIFT_8))), real(shown))
+    w = ignore_low_bits_of_nonfinite_weight(real(add(shown, shl(low, SHIFT_8))), real(shown))
     return w, w, w, w
 
 
-def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+def write_split8_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the sum, whose 8 bits are rounded stochastically."""
     return save_split8(a0, a1, i, w + u, r0)
 
@@ -174,7 +180,7 @@ def fill_split8_weight(a0, a1, a2, a3, i, value):
     save_split8(a0, a1, i, value, NEAREST_DRAW)
 
 
-def save_bf16_split8(a0, a1, i, new, random):
+def store_bf16_split8_weight(a0, a1, i, new, random):
     """Device function: the upper 24 bits of a float32, rounded by a random word."""
     bits = bit_and(add(word(new), random), TOP_24_MASK)
     weight_save(a0, i, shr(add(bits, HALF_OF_16_BITS), SHIFT_16))
@@ -182,7 +188,7 @@ def save_bf16_split8(a0, a1, i, new, random):
     return real(bits)
 
 
-def compute_fp16_split8_unit(p):
+def compute_fp16_low_bits_unit(p):
     """Device function: 2^-18 of the power of two at or below |p|."""
     exponent = bit_and(word(p), FLOAT32_EXPONENT_MASK)
     exponent = select(exponent > FP16_LEAST_EXPONENT, exponent, FP16_LEAST_EXPONENT)
@@ -190,19 +196,19 @@ def compute_fp16_split8_unit(p):
     return real(sub(exponent, FP16_UNIT_EXPONENT_OFFSET))
 
 
-def read_fp16_split8(a0, a1, a2, a3, i):
+def read_fp16_split8_weight(a0, a1, a2, a3, i):
     """Device function: p + c units."""
     p = weight_real(weight_load(a0, i))
     low = sub(bit_xor(load8(a1, i), SIGN_MASK_8), SIGN_MASK_8)
-    w = p + to_real(low) * compute_fp16_split8_unit(p)
+    w = p + to_real(low) * compute_fp16_low_bits_unit(p)
     return w, w, w, w
 
 
-def save_fp16_split8(a0, a1, i, new, random):
+def store_fp16_split8_weight(a0, a1, i, new, random):
     """Device function: the nearest float16 to a float32, and what it misses in units, rounded by a random word."""
     code = weight_nearest(new, new)
     p = weight_real(code)
-    unit = compute_fp16_split8_unit(p)
+    unit = compute_fp16_low_bits_unit(p)
     units = (new - p) * (divide(FLOAT32_ONE, unit))
     units = select(units - units == FLOAT32_ZERO, units, FLOAT32_ZERO)
     units = select(units > LEAST_SIGNED_8, units, LEAST_SIGNED_8)
@@ -218,7 +224,7 @@ def save_fp16_split8(a0, a1, i, new, random):
     weight_save(a0, i, code)
     store8(a1, i, low)
     p = weight_real(code)
-    return p + to_real(low) * compute_fp16_split8_unit(p)
+    return p + to_real(low) * compute_fp16_low_bits_unit(p)
 
 
 @dataclass(frozen=True)

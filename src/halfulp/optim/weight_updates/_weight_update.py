@@ -26,9 +26,9 @@ class WeightUpdate:
     """The base of weight updates: how an update u is added to a parameter of few bits.
 
     A subclass gives the tensors that lie beside the parameter, and its arithmetic once, as device functions
-    (`bindings`); torch runs them on tensors, and kernels are written from them. One that `compensates` adds u to its
-    parts and not to the weight that they stand for. One that `scales` keeps floats that one power of two multiplies,
-    as the payload of a scaled parameter wants.
+    (`make_bindings`); torch runs them on tensors, and kernels are written from them. One that `compensates` adds u to
+    its parts and not to the weight that they stand for. One that `scales` keeps floats that one power of two
+    multiplies, as the payload of a scaled parameter wants.
     """
 
     name: ClassVar[str]
@@ -91,7 +91,7 @@ def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
 
 @functools.cache
 def _record_filler(update: WeightUpdate, store: Store) -> Trace:
-    nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
+    nearest: dict[str, object] = {"weight_round": store.round_to_nearest, "residual_round": store.round_to_nearest}
     element, names = ElementTraceBuilder(4), update.make_bindings(store) | nearest
     fill: Any = names.get("fill_weight", fill_plain_weight)
     bind_free_variables(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
@@ -119,11 +119,11 @@ def fill_plain_weight(a0, a1, a2, a3, i, value):
 def make_store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
     """Return, by name, the device functions that read, write and round a parameter of a store."""
     return {
-        "weight_load": store.load,
-        "weight_save": store.save,
-        "weight_real": store.real,
-        "weight_nearest": store.nearest,
-        "weight_round": store.stochastic if stochastic else store.nearest,
+        "weight_load": store.load_code,
+        "weight_save": store.store_code,
+        "weight_real": store.decode_code,
+        "weight_nearest": store.round_to_nearest,
+        "weight_round": store.round_stochastically if stochastic else store.round_to_nearest,
         **dict(store.constants),
     }
 

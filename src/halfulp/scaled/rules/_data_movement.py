@@ -25,12 +25,12 @@ from ._aligned import move_power_of_factor_to_scale
 from ._vocabulary import (
     LEAST_LARGE_CONSTANT,
     align_with_constants,
-    decode_to_float32,
+    convert_argument_to_float32,
     encode_results,
     is_marked_large_fill,
     is_number_or_0d_tensor,
     make_scaled_results,
-    mark_large_fill,
+    mark_as_filled_with_large_number,
 )
 
 
@@ -52,7 +52,7 @@ def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: 
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     made = wrap_payload(payload, scale, plain.dtype)
-    return mark_large_fill(made) if finite and abs(value) >= LEAST_LARGE_CONSTANT else made
+    return mark_as_filled_with_large_number(made) if finite and abs(value) >= LEAST_LARGE_CONSTANT else made
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
@@ -149,7 +149,7 @@ def to_copy(
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
     made = wrap_payload(payload, scale, dtype or x.dtype)
-    return mark_large_fill(made) if is_marked_large_fill(x) else made
+    return mark_as_filled_with_large_number(made) if is_marked_large_fill(x) else made
 
 
 @implements(aten._local_scalar_dense.default, family="pass-through")
@@ -244,7 +244,7 @@ def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
 @implements(aten.view_as_complex.default, family="complex")
 def view_as_complex(x: ScaledTensor) -> Tensor:
     """Return the values as complex numbers: a copy, as the payload's memory does not hold them."""
-    return torch.view_as_complex(decode_to_float32(x).contiguous())
+    return torch.view_as_complex(convert_argument_to_float32(x).contiguous())
 
 
 _FOREACH_NAMES = [

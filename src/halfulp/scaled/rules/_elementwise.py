@@ -15,7 +15,7 @@ from .._operands import choose_storage, encode_plain_tensor, promote_dtypes, wra
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, get_float32_payload
 from .._write import write_values
-from ._vocabulary import decode_to_float32, make_unit_scale, raise_scale_to_degree, wrap_rule_payload
+from ._vocabulary import convert_argument_to_float32, make_unit_scale, raise_scale_to_degree, wrap_rule_payload
 
 _LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
     tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
@@ -28,7 +28,7 @@ _LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
 )
 def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """f(p s) in float32 under 1, under min(s, 1) where f(x) is about x near 0, or what the largest result needs."""
-    values = operator(decode_to_float32(x))
+    values = operator(convert_argument_to_float32(x))
     if operator not in _LINEAR_NEAR_ZERO_OPERATORS:
         scale = make_unit_scale(values)
     elif (own := _powers.read_scale(x._scale)) is None:
@@ -98,9 +98,11 @@ def ctc_loss_backward(
 ) -> Tensor:
     """Return the gradient from a loss and path sums computed again: rounded, large logarithms are wrong by factors."""
     given = (gradient, x)
-    values = decode_to_float32(x)
+    values = convert_argument_to_float32(x)
     operator = aten._ctc_loss.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss.default
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
-    found = backward(decode_to_float32(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
+    found = backward(
+        convert_argument_to_float32(gradient), values, targets, lengths, target_lengths, loss, alpha, *options
+    )
     return encode_plain_tensor(found, choose_storage(given), dtype=promote_dtypes(given))

@@ -33,7 +33,7 @@ from .._registry import implements, implements_each
 from .._scaled_tensor import ScaledTensor, get_float32_payload, round_to_storage, wrap_payload
 from .._write import write_values
 from ._vocabulary import (
-    decode_to_float32,
+    convert_argument_to_float32,
     encode_under_scale,
     make_scaled_result,
     make_scaled_results,
@@ -61,7 +61,7 @@ def _make_normalised_result(y: Tensor, *operands: Any) -> ScaledTensor:
 def normalize_layer_or_groups(operator: OpOverload, x: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) weight + bias under the scale 1, over layers or groups of channels."""
     p = encode_operand(x, find_scaled_tensor((x, *arguments)))
-    y, *statistics = operator(*map(decode_to_float32, (p, *arguments)))
+    y, *statistics = operator(*map(convert_argument_to_float32, (p, *arguments)))
     eps = arguments[-1]
     return _make_normalised_result(y, x, *arguments), *_encode_norm_statistics(p, eps, *statistics)
 
@@ -72,10 +72,10 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
     # torch's default is that of the type in which it computes.
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
     p = encode_operand(x, find_scaled_tensor((x, weight)))
-    values = decode_to_float32(p)
+    values = convert_argument_to_float32(p)
     deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
     y = values * deviation
-    y = y if weight is None else y * decode_to_float32(weight)
+    y = y if weight is None else y * convert_argument_to_float32(weight)
     return _make_normalised_result(y, x, weight), _encode_norm_statistics(p, eps, None, deviation)[1]
 
 
@@ -94,7 +94,7 @@ def _scale_norm_gradients(
 def _run_norm_backward(operator: OpOverload, given: tuple, like: ScaledTensor, deviation: Any, rows: int) -> tuple:
     """Run a normalisation's backward kernel on the gradient's payload and other values: to x under gs / xs."""
     g = encode_operand(given[0], like)
-    results = operator(get_float32_payload(g), *map(decode_to_float32, given[1:]))
+    results = operator(get_float32_payload(g), *map(convert_argument_to_float32, given[1:]))
     return _scale_norm_gradients(g, results, given[-1], rows, deviation, like)
 
 
@@ -119,9 +119,11 @@ def group_norm_backward(*given: Any) -> tuple:
 def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
     """d (g w - xhat mean(g w xhat)) with xhat = x d: to x under gs / xs."""
     like = find_scaled_tensor((gradient, x, weight))
-    g, inverse = encode_operand(gradient, like), decode_to_float32(deviation)
-    xhat = decode_to_float32(x) * inverse
-    weighted = get_float32_payload(g) if weight is None else get_float32_payload(g) * decode_to_float32(weight)
+    g, inverse = encode_operand(gradient, like), convert_argument_to_float32(deviation)
+    xhat = convert_argument_to_float32(x) * inverse
+    weighted = (
+        get_float32_payload(g) if weight is None else get_float32_payload(g) * convert_argument_to_float32(weight)
+    )
     to_x = inverse * (weighted - xhat * (weighted * xhat).mean(list(range(-len(shape), 0)), keepdim=True))
     outer = list(range(x.dim() - len(shape)))
     to_weight = None
@@ -169,7 +171,7 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
     x, weight, bias, mean, variance, training, momentum, eps = given
     moved = [mean, variance]
     if not training:
-        values = map(decode_to_float32, (x, weight, bias, mean, variance))
+        values = map(convert_argument_to_float32, (x, weight, bias, mean, variance))
         y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
         empty = torch.empty(0, dtype=torch.float32, device=y.device)
         results = [_make_normalised_result(y, x, weight, bias, mean, variance), empty, empty.clone()]
@@ -177,7 +179,7 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
         p = encode_operand(x, find_scaled_tensor((x, weight, bias)))
         zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
         y, *statistics, batch_mean, batch_variance = aten._native_batch_norm_legit_functional.default(
-            *map(decode_to_float32, (p, weight, bias)), zeros, zeros.clone(), True, 1.0, eps
+            *map(convert_argument_to_float32, (p, weight, bias)), zeros, zeros.clone(), True, 1.0, eps
         )
         moved = [_compute_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
         results = [_make_normalised_result(y, x, weight, bias), *_encode_norm_statistics(p, eps, *statistics)]
@@ -195,7 +197,7 @@ def batch_norm_backward(*given: Any) -> tuple:
     """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
     _, x, _, _, variance, _, deviation, train, eps, _ = given
     like = find_scaled_tensor(given[:5])
-    used = deviation if train else (decode_to_float32(variance) + eps).rsqrt()
+    used = deviation if train else (convert_argument_to_float32(variance) + eps).rsqrt()
     rows = x.numel() // max(x.shape[1], 1)
     return _run_norm_backward(aten.native_batch_norm_backward.default, given, like, used, rows)
 
@@ -255,7 +257,7 @@ def differentiate_attention(operator: OpOverload, *arguments: Any, **options: An
     payloads = _make_attention_payloads(query, key, value, kernel) | {
         of_output: _round_payload_to_dtype(gradient, kernel),
         "out": bring_payload_under_scale(output, value._scale, kernel),
-        "logsumexp": decode_to_float32(given["logsumexp"]),
+        "logsumexp": convert_argument_to_float32(given["logsumexp"]),
     }
     to_query, to_key, to_value, *others = call_with_named_arguments(operator, given | payloads | bias)
     sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
@@ -319,7 +321,9 @@ def _round_payload_to_dtype(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
 def _decode_attention_bias(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
     """Return the logits' bias as values; boolean masks stay."""
     found = {name: given[name] for name in _ATTENTION_BIAS_NAMES if isinstance(given.get(name), Tensor)}
-    return {name: decode_to_float32(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
+    return {
+        name: convert_argument_to_float32(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()
+    }
 
 
 @implements(aten._fused_sdp_choice.default, family="attention")

@@ -43,7 +43,7 @@ from .._scaled_tensor import ScaledTensor, get_float32_payload, wrap_payload
 from ._aligned import add
 from ._vocabulary import (
     align_operands,
-    decode_to_float32,
+    convert_argument_to_float32,
     encode_results,
     make_scaled_result,
     round_root_to_power_of_two,
@@ -375,7 +375,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
         a, b = encode_operand(a, weight), encode_operand(b, weight)
     (x, y), scale, storage, dtype = align_operands(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return fit_payload(operator(x, y, decode_to_float32(weight)), scale, storage, dtype)
+    return fit_payload(operator(x, y, convert_argument_to_float32(weight)), scale, storage, dtype)
 
 
 @implements(aten.convolution.default, family="bilinear")
@@ -457,11 +457,11 @@ RULES_OF_OPERATORS_DEFINED_LATER["prims::fma"] = fma
 )
 def compute_det_or_solution(operator: OpOverload, matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
     """Factor the transpose of a contiguous matrix, as its gradient then takes it to have."""
-    values = decode_to_float32(matrix)
+    values = convert_argument_to_float32(matrix)
     if values.is_contiguous() and not matrix.is_contiguous():
         values = values.mT.contiguous().mT
     holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
-    results = operator(values, *map(decode_to_float32, arguments), **options)
+    results = operator(values, *map(convert_argument_to_float32, arguments), **options)
     return tuple(encode_results(y, holders) for y in results)
 
 

@@ -17,7 +17,7 @@ from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload
 from ._vocabulary import (
     align_operands,
-    decode_to_float32,
+    convert_argument_to_float32,
     encode_results,
     homogeneous,
     make_scaled_results,
@@ -135,7 +135,7 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
     p = encode_operand(x, find_scaled_tensor((x, weight)))
-    y, total = operator(get_float32_payload(p), target, decode_to_float32(weight), reduction, ignore_index)
+    y, total = operator(get_float32_payload(p), target, convert_argument_to_float32(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
     divisor = round_root_to_power_of_two(target.numel()) if reduction == SUM_REDUCTION else 1.0
     return make_scaled_results(y, [p._scale], holders, divisor), total

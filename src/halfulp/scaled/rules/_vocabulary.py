@@ -57,7 +57,7 @@ from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload, w
 _LARGEST_ORDINARY_SCALE = 2.0**60
 
 
-def decode_to_float32(x: Any) -> Any:
+def convert_argument_to_float32(x: Any) -> Any:
     """Return a tensor's values in float32, float32 for a floating dtype, and anything else unchanged."""
     if isinstance(x, ScaledTensor):
         return decode_values(x, torch.float32)
@@ -191,7 +191,7 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
     largest = torch.finfo(storage).max
     if storage in FULL_RANGE_STORAGES or (_powers.has_readable_values(payload) and not (payload.abs() > largest).any()):
         return payload
-    is_outlier = (decode_to_float32(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
+    is_outlier = (convert_argument_to_float32(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
     return torch.where(is_outlier, payload.sign() * largest, payload)
 
 
@@ -251,7 +251,7 @@ def _is_uniform_large_mask(x: ScaledTensor, given: Any) -> bool:
     return is_mask and low == high and abs(low) >= LEAST_LARGE_CONSTANT
 
 
-def mark_large_fill(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
+def mark_as_filled_with_large_number(x: ScaledTensor, base: ScaledTensor | None = None) -> ScaledTensor:
     """Note that x holds one large number everywhere, until it or what it is to be a view of is written; return it."""
     counted = x if base is None else base
     x._large_fill_version = None if counted.is_inference() else counted._version
@@ -366,7 +366,9 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
     def move(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         if is_marked_large_fill(x):
             base = x if operator.is_view else None
-            return map_tree(lambda p: mark_large_fill(p, base), move_payload(operator, x, *arguments, **options))
+            return map_tree(
+                lambda p: mark_as_filled_with_large_number(p, base), move_payload(operator, x, *arguments, **options)
+            )
         return move_payload(operator, x, *arguments, **options)
 
     def move_payload(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
@@ -433,7 +435,7 @@ def homogeneous(
 
         def prepare_operand(name: str, x: Any) -> Any:
             if name not in degrees or not is_floating(x):
-                return map_tree(decode_to_float32, x)
+                return map_tree(convert_argument_to_float32, x)
             scaled = encode_operand(x, like)
             if degrees[name]:
                 holders.append(x)
@@ -485,7 +487,7 @@ def _register_on_values(
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
         storage, dtype = choose_result_storage(flat), promote_dtypes(flat)
-        arguments, options = map_tree(decode_to_float32, (arguments, options))
+        arguments, options = map_tree(convert_argument_to_float32, (arguments, options))
         results = operator(*arguments, **options)
 
         def encode_dense(y: Any) -> Any:
@@ -501,7 +503,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
 
     @implements_each(*operators, family=family)
     def run_operator(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-        arguments, options = map_tree(decode_to_float32, (arguments, options))
+        arguments, options = map_tree(convert_argument_to_float32, (arguments, options))
         return operator(*arguments, **options)
 
 
@@ -519,7 +521,9 @@ def gated_activation(*operators: OpOverload, family: str = "own", at_least_one: 
         flat = tree_leaves((arguments, options))
         gated = encode_operand(arguments[0], find_scaled_tensor(flat))
         scale = _powers.take_largest_scale(gated._scale, make_unit_scale(gated)) if at_least_one else gated._scale
-        values = operator(*map_tree(decode_to_float32, arguments), **map_tree(decode_to_float32, options))
+        values = operator(
+            *map_tree(convert_argument_to_float32, arguments), **map_tree(convert_argument_to_float32, options)
+        )
         tensors = [x for x in flat if isinstance(x, Tensor)]
         return map_tree(
             lambda y: encode_under_scale(y, scale, choose_storage(tensors), promote_dtypes(tensors)), values

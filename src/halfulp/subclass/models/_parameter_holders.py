@@ -40,7 +40,7 @@ _NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.floa
 
 @functools.cache
 def wrap_distributed_checkpoint_functions() -> None:
-    """Wrap torch's checkpoint functions once, now or as soon as torch imports them."""
+    """Wrap the functions of torch.distributed.checkpoint.state_dict that send state dicts, once it is imported."""
     call_after_import("torch.distributed.checkpoint.state_dict", _wrap_module_functions)
 
 

@@ -155,7 +155,7 @@ def _make_death_error(worker: _WorkerProcess) -> TrialError:
 
 
 def train_trials(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent, None, None]:
-    """Train in workers, then in this process what must be; torch's random state stays as it was."""
+    """Yield the events of trials as they train, in workers or, where they must, here; torch's random state stays."""
     yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers)
     for trial in trials:
         if not trial.task.in_process:
