@@ -17,7 +17,7 @@ from halfulp import recipes
 from halfulp.testing import PrecisionError, assert_precision_ok
 from halfulp.testing._precision import (
     ShortTraining,
-    _list_differences_from_float32,
+    _rank_differences_from_float32,
     compute_default_tolerance,
 )
 
@@ -335,7 +335,7 @@ def test_differences_and_what_is_allowed_by_hand():
 
     plain = run([0.3, 0.4])
     twin, narrow = run([0.3, 0.9], large=0.01, **{"0": 0.5}), run([0.3, 1.4], large=0.1, nothing=0.2, **{"2": 1.0})
-    found = {one.name: one for one in _list_differences_from_float32(plain, twin, narrow, 0.25)}
+    found = {one.name: one for one in _rank_differences_from_float32(plain, twin, narrow, 0.25)}
     typical = math.sqrt(25 / 6)
     relative = {
         "losses of 2 steps": 1.0 / (50 / 8),
@@ -361,7 +361,7 @@ def test_differences_and_what_is_allowed_by_hand():
 def test_a_result_that_is_lacking_or_not_finite_is_infinitely_far(got):
     plain, narrow = (ShortTraining([1.0], [], results, [], 0, []) for results in ({"output 0": torch.ones(2)}, {}))
     narrow.results.update({} if got is None else {"output 0": got})
-    far = _list_differences_from_float32(plain, plain, narrow, 0.25)[0]
+    far = _rank_differences_from_float32(plain, plain, narrow, 0.25)[0]
     assert (far.name, far.relative) == ("output 0", math.inf)
 
 
