@@ -34,7 +34,7 @@ from .._result_type import (
 from ._memory import insert_elements
 
 
-def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
+def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Run one of arithmetic's reductions over any dimensions."""
     if dtype is not None and dtype not in PRECISION_BY_DTYPE:
         raise TypeError(
