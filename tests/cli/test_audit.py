@@ -46,6 +46,19 @@ def test_a_finding_is_exit_code_1_and_stands_in_table_and_json(pair, capsys):
     assert (frozen["name"], frozen["share_unchanged"], frozen["largest_change_ulps"]) == ("layers.1.weight", 1.0, 0.0)
 
 
+def test_names_do_not_steer_the_terminal(tmp_path, capsys):
+    torch.save({"w\x1b[2J\u202e": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"w\x1b[2J\u202e": torch.zeros(2)}, tmp_path / "b.pt")
+    torch.save({"v\x9b2J": torch.ones(2)}, tmp_path / "c.pt")
+    code, out, _ = run(capsys, tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 0
+    assert "w\\x1b[2J\\u202e (float32): moved" in out
+    code, _, err = run(capsys, tmp_path / "a.pt", tmp_path / "c.pt")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert (out + err).replace("\n", "").isprintable()
+
+
 def test_bad_input_is_one_line_and_exit_code_2(pair, capsys):
     (pair / "cut.pt").write_bytes((pair / "a.pt").read_bytes()[:500])
     (pair / "empty").mkdir()

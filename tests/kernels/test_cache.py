@@ -174,6 +174,8 @@ def test_where_the_folder_is(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_kernel_cache_folder() == tmp_path / ".cache" / "halfulp"
+    monkeypatch.setenv("HALFULP_CACHE_DIR", "~/kernels")
+    assert find_kernel_cache_folder() == tmp_path / "kernels"
 
 
 def test_import_does_no_work(python, cache):

@@ -186,6 +186,9 @@ def test_bad_parameters_leave_the_model_alone(seed):
         multicomponent(model)
     with pytest.raises(ValueError, match="run one batch"):
         multicomponent(nn.LazyLinear(3))
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ValueError, match=r"'weight' is of an .* with sparse=True, whose gradients have neither"):
+            multicomponent(kind(3, 2, sparse=True))
     with pytest.raises(TypeError, match="globs over names"):
         multicomponent(model, where=[3])
     huge = nn.Linear(2, 2).double()

@@ -111,6 +111,25 @@ def test_dtypes_may_stand_in_one_group(name):
             _made(name, [*together, torch.nn.Parameter(torch.ones(2, dtype=dtype))], {"lr": 0.1})
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 65519.0), (torch.bfloat16, 3.396e38)])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_values_that_narrowing_would_make_infinite_are_refused_before_any_is_narrowed(dtype, largest, is_added):
+    def make(value):
+        parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.tensor([1.0, value, torch.inf]))]
+        if not is_added:
+            return parameters, lambda: hu.optim.AdamW(parameters, lr=0.1, param_dtype=dtype)
+        opt = hu.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1, param_dtype=dtype)
+        return parameters, lambda: opt.add_param_group({"params": parameters})
+
+    parameters, narrow = make(-1.001 * largest)
+    with pytest.raises(ValueError, match=r"'#1' has values beyond b?float16's largest, .*param_dtype=None"):
+        narrow()
+    assert {parameter.dtype for parameter in parameters} == {torch.float32}
+    parameters, narrow = make(-largest)
+    narrow()
+    assert parameters[1].tolist() == [1.0, -torch.finfo(dtype).max, torch.inf]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_groups_may_be_empty(name):
     parameter = torch.nn.Parameter(torch.ones(4).bfloat16())

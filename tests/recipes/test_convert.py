@@ -2,6 +2,7 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -391,7 +392,10 @@ def test_refusals_leave_the_model_as_it_was(seed: int) -> None:
     large = nn.Linear(2, 2)
     with torch.no_grad():
         large.bias[0] = 65520
-    unchanged("'bias' has values beyond float16", large, "fp16")
+    unchanged("'bias' has values beyond float16's largest, 65504: take a wider recipe", large, "fp16")
+    with torch.no_grad():
+        large.bias[0] = torch.finfo(torch.float32).min  # as of a mask
+    unchanged("'bias' has values beyond bfloat16", large, "bf16-kahan")
     unchanged("OptimizedModule.*convert before", torch.compile(nn.Linear(2, 2), backend="eager"))
     with pytest.raises(TypeError, match=r"give a torch\.nn\.Module"):
         recipes.convert(torch.ones(2), "bf16")
@@ -402,6 +406,20 @@ def test_refusals_leave_the_model_as_it_was(seed: int) -> None:
         recipes.revert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"is not converted: call halfulp\.convert"):
         recipes.optimizer(nn.Linear(2, 2), "SGD", lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["bf16", "fp64", "fp16-mc2", "scaled-fp16", "nvfp4"])
+@pytest.mark.parametrize("record", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, 4))])
+def test_a_layer_of_torchscript_is_refused_before_anything_is_changed(record: Any, recipe: str) -> None:
+    """It takes no hooks, and a graph as recorded sees neither another kind of parameter nor rounded operands."""
+    mixed = nn.Sequential(nn.Linear(4, 4), record(nn.Linear(4, 4)))
+    before = {name: value.clone() for name, value in mixed.state_dict().items()}
+    with pytest.raises(ValueError, match=r"parameter '1.weight' is of .*convert the model before torch.jit.script"):
+        recipes.convert(mixed, recipe)
+    assert list(mixed.state_dict()) == list(before)
+    assert all(value.equal(before[name]) for name, value in mixed.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in mixed.modules())
 
 
 def test_a_model_that_has_a_scaler_is_converted_and_reverted(seed: int) -> None:

@@ -52,6 +52,54 @@ def test_a_wrong_rule_is_named(seed, name, rule, words):
     assert isinstance(caught.value, AssertionError)
 
 
+def _write_and_triple(x):
+    x.payload.mul_(2)
+    return ScaledTensor(x.payload * 1.5, x.scale.clone(), x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "rule", "words"),
+    [
+        ("writes", lambda x: x * 3, _write_and_triple, "argument 0 afterwards is not the plain operator's"),
+        ("returns", torch.clone, lambda x: x, "memory of result 0 .* shared with argument 0"),
+        ("shares", lambda x: x * 2, lambda x: ScaledTensor(x.payload, x.scale * 2, x.dtype), "memory of result 0"),
+    ],
+)
+def test_a_rule_that_writes_or_shares_an_argument_is_named(seed, name, plain, rule, words):
+    with pytest.raises(RuleError, match=words):
+        check_rule(_operator(name, plain, rule), _normal, seed=seed, gradients=False)
+
+
+def test_writes_and_views_that_the_plain_operator_has_pass(seed):
+    check_rule(lambda x: x.mul_(2), _normal, seed=seed, gradients=False)
+    check_rule(lambda x: (x.view(-1), x.detach(), x[:0]), _normal, seed=seed)
+
+
+@pytest.mark.parametrize("options", [{"trials": 0}, {"exact": False}, {"exact": -1.0}, {"exact": float("nan")}])
+def test_options_under_which_nothing_would_be_checked_are_refused(options):
+    with pytest.raises(ValueError, match="give 1 or more trials"):
+        check_rule(torch.neg, _normal, **options)
+
+
+def test_float64_arguments_have_gradients_of_float32_numbers(seed):
+    check_rule(torch.neg, lambda: (torch.randn(3).double(),), seed=seed)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_under_modes_without(seed, mode):
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * 2
+
+        @staticmethod
+        def backward(context, grad):
+            return ScaledTensor(grad.payload * 2, grad.scale**2) if isinstance(grad, ScaledTensor) else grad * 2
+
+    with mode(), pytest.raises(RuleError, match="gradient 0"):
+        check_rule(Squared.apply, _normal, seed=seed)
+
+
 def test_a_wrong_gradient_is_named(seed):
     class Off(torch.autograd.Function):
         @staticmethod

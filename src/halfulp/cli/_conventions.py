@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..pages import check_writable, require_page_packages, write_file_atomically
-from ._errors import print_json
+from ._errors import escape_control_characters, print_json
 
 if TYPE_CHECKING:
     from ..observation.page import InstrumentName
@@ -118,7 +118,7 @@ def print_result(found: Any, as_json: bool) -> None:
     if as_json:
         print_json(found.to_dict())
     else:
-        print(found)
+        print(escape_control_characters(str(found)))
 
 
 def write_page_and_json(out: str | None, name: InstrumentName, found: Any) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -21,6 +22,17 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def escape_control_characters(text: str) -> str:
+    """Return text whose characters that steer a terminal, as in names of another's checkpoint, are written as codes.
+
+    >>> print(escape_control_characters("a\\x1b[2J\\u202e\\nü"))
+    a\\x1b[2J\\u202e
+    ü
+    """
+    is_steering = [letter != "\n" and unicodedata.category(letter) in ("Cc", "Cf") for letter in text]
+    return "".join(repr(letter)[1:-1] if steers else letter for letter, steers in zip(text, is_steering))
+
+
 def print_json(content: Any) -> None:
     """Print one JSON document on standard output; it holds plain data without NaN."""
     print(json.dumps(content, indent=2, allow_nan=False))
@@ -28,7 +40,7 @@ def print_json(content: Any) -> None:
 
 def exit_with_error(message: object) -> NoReturn:
     """End with one line on stderr and exit code 2."""
-    print(f"halfulp: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"halfulp: {escape_control_characters(' '.join(str(message).split()))}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -31,6 +31,14 @@ _KIND_BY_NUMPY_TYPE: dict[type, str] = {
     **{np.uint32: "w32", np.uint64: "w64", np.int64: "w64"},
 }
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
+# First letters of the kinds of operands; operations on words, which have names of their own, take words.
+_OPERAND_KIND_BY_OPERATION = {
+    **dict.fromkeys((*_COMPARISONS, "add", "sub", "mul", "div", "neg", "abs", "sqrt", "rint", "floor"), "f"),
+    **dict.fromkeys(("product_error", "multiply_add", "gather", "to_word", "to_float32", "to_float64"), "f"),
+    **dict.fromkeys(("to_real", "low_word", "high_word", "widen", "block_largest"), "w"),
+    **{"bits": "fw", "not": "m", "and": "m", "or": "m", "mask_eq": "m", "word_div": ""},
+}
+_SHIFTS = ("word_shl", "word_shr", "word_sar")
 COUNTER_COPIES = 4  # of counters that neighbours take turns at
 _MOST_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
 
@@ -64,11 +72,29 @@ class Trace:
         """
         own = kind or self.find_kind(*operands)
         key = (operation, tuple(self._find_instruction_number(x, own) for x in operands), extra)
+        self._check_operands(operation, key[1], own)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
             self.lines.append(key)
             self.kinds.append(own)
         return Traced(self, self._line_numbers[key])
+
+    def _check_operands(self, operation: str, operands: Sequence[int], kind: str) -> None:
+        """Refuse operands of another kind than an operation has, and shifts by as many bits as a word has, or more."""
+        kinds = [self.kinds[k] for k in operands]
+        default = {"word": "w", "mask": ""}.get(operation[:4])
+        taken = _OPERAND_KIND_BY_OPERATION.get(operation, default if "_" in operation else None)
+        is_wrong = taken is not None and any(one[0] not in taken for one in kinds)
+        if operation == "select":
+            is_wrong = kinds != ["mask", kind, kind]
+        if is_wrong:
+            raise TypeError(
+                f"a device function has no {operation} of {', '.join(kinds)}: words have functions of their own, "
+                "comparisons give masks for & | ~ and select, whose two values are of one kind"
+            )
+        name, _, number = self.lines[operands[-1]] if operation in _SHIFTS else ("", (), (0, 0))
+        if name == "word" and number[0] >= number[1]:
+            raise TypeError(f"{operation} by {number[0]} bits of words of {number[1]} in a device function")
 
     def emit_binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
         """Append an operation on two reals or two words; comparisons give masks."""
@@ -169,11 +195,16 @@ class Trace:
         if isinstance(x, Traced):
             return x.number
         if kind[0] == "w":
-            return self.emit("word", (), (int(x), int(kind[1:])), kind).number
-        other = (
-            kind if kind != _REAL_KIND_BY_DTYPE[self.dtype] else None
-        )  # reals of the trace's own dtype are plain constants
-        extra = float(x).hex() if other is None else (float(x).hex(), other)
+            width = int(kind[1:])
+            if int(x) != x or not -(1 << width - 1) <= x < 1 << width:
+                raise TypeError(f"{x!r} beside a word in a device function: give a whole number of {width} bits")
+            return self.emit("word", (), (int(x), width), kind).number
+        if kind == "mask":
+            if not isinstance(x, bool | np.bool_):
+                raise TypeError(f"{x!r} beside a mask in a device function: give True or False, or a comparison")
+            return self.emit_binary("eq", 0.0, 0.0 if x else 1.0).number
+        # Reals of the trace's own dtype are plain constants.
+        extra = float(x).hex() if kind == _REAL_KIND_BY_DTYPE[self.dtype] else (float(x).hex(), kind)
         return self.emit("constant", (), extra, kind).number
 
 
@@ -248,6 +279,7 @@ class Traced:
     __lt__, __gt__, __le__, __ge__ = (_make_operator_methods(name)[0] for name in ("lt", "gt", "le", "ge"))
     __eq__, __ne__ = (_make_operator_methods(name)[0] for name in ("eq", "ne"))
     __neg__, __abs__, __invert__, __and__, __or__ = map(_make_method, ("neg", "abs", "not", "and", "or"))
+    __rand__, __ror__ = __and__, __or__
     __hash__ = object.__hash__
 
     def __pow__(self, other):

@@ -15,8 +15,8 @@ from ..subclass._in_backward import COMPONENTS_GRADIENTS_MODE, FIRST_GRADIENTS_M
 from ..subclass.models._conversion import (
     ParameterRef,
     ParameterSelector,
-    check_has_shape,
     check_is_module,
+    check_module_takes_conversion,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -250,7 +250,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
 
 
 def _check_convertible_parameter(ref: ParameterRef) -> None:
-    check_has_shape(ref)
+    check_module_takes_conversion(ref)
     if not isinstance(ref.value, MCTensor) and hasattr(ref.value, "decode"):
         raise ValueError(
             f"parameter {ref.name!r} is {name_type(ref.value)}: make it plain first, by "

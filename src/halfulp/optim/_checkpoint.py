@@ -22,6 +22,7 @@ from ._float32 import read_float32_weights
 from ._group_options import check_group_options, get_halfulp_version
 from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
 from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
+from .parameters._narrowing import refuse_values_beyond
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_IDENTITY_KEYS,
@@ -351,8 +352,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         What torch.compile and DistributedDataParallel put before names counts for nothing, in the file and here.
 
         Raises:
-            ValueError: missing or unexpected names, other shapes, or a model that is not stepped here; nothing is
-                changed.
+            ValueError: missing or unexpected names, other shapes, values that a narrow parameter would show as
+                infinite, or a model that is not stepped here; nothing is changed.
         """
         own = model.state_dict(keep_vars=True)
         names, own = dict(zip(strip_wrapper_prefixes(own), own)), dict(zip(strip_wrapper_prefixes(own), own.values()))
@@ -380,6 +381,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                 f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
                 "bits: give the model that it steps"
             )
+        for name, value in state_dict.items():
+            if id(own[name]) in places and not isinstance(own[name], MCTensor | ScaledTensor):
+                refuse_values_beyond(value, own[name].dtype, name, "give the model parameters of a wider dtype")
         with torch.no_grad():
             for name, value in state_dict.items():
                 if id(own[name]) not in places:

@@ -95,7 +95,7 @@ class Optimizer(CheckpointMixin):
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
 
     Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        ValueError: a hyper-parameter out of range, options that do not go together, or values beyond `param_dtype`.
         TypeError: an unknown option, or `params` that are no parameters.
 
     Options may be words, as a command line or a YAML file gives them: "1e-3", "bf16", "torch.bfloat16", "true",
@@ -175,7 +175,8 @@ class Optimizer(CheckpointMixin):
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return the update rule of a param group."""
-        assert self._rule is not None, "every optimizer has a rule"
+        if self._rule is None:
+            raise TypeError(f"{type(self).__name__} has no rule: write rule(self, group), which gives an UpdateRule")
         return self._rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -403,6 +404,8 @@ class Optimizer(CheckpointMixin):
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
         check_hyperparameters(group, self._non_negative_options)
         rule = self.rule(group)
+        if not isinstance(rule, UpdateRule):
+            raise TypeError(f"{type(self).__name__}.rule gives {rule!r}: return an UpdateRule")
         check_betas(group, rule.betas)
         for state in rule.states:
             if state.initial != 0.0:

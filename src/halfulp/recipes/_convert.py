@@ -10,10 +10,10 @@ from torch import nn
 
 from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
-from ..optim.parameters._narrowing import mark_to_stay_float32, narrow_parameter, widen_parameter
+from ..optim.parameters._narrowing import mark_to_stay_float32, narrow_parameter, refuse_values_beyond, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
-from ..subclass.models._conversion import remove_forward_hooks
+from ..subclass.models._conversion import list_module_parameters, refuse_torchscript, remove_forward_hooks
 from ..subclass.models._parameter_holders import (
     check_parameter_holders,
     list_parameters_held_by_optimizers,
@@ -27,7 +27,6 @@ from ._plan import (
     check_float32_model,
     find_float32_modules_with_reasons,
     list_float32_parameter_ids,
-    refuse_values_beyond_float16,
 )
 from ._recipe import Recipe
 
@@ -79,7 +78,8 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
 
     Raises:
         ValueError: an unknown recipe, a model that is converted already, wrapped, held by an optimizer, or with weights
-            of `halfulp.multipoint`, a glob that matches nothing, or values beyond float16. The model is as it was.
+            of `halfulp.multipoint`, a layer of torch.jit, a glob that matches nothing, or values that the narrow dtype
+            would make infinite. The model is as it was.
         TypeError: no module, or parameters that are not float32.
 
     >>> model = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "bf16-kahan")
@@ -105,8 +105,14 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
             )
     kept = find_float32_modules_with_reasons(model, recipe)
     assign_weight_updates(recipe, model)
+    for ref in list_module_parameters(model) if recipe.param_dtype or recipe.operand_format else ():
+        refuse_torchscript(ref)
     if recipe.is_narrow:
-        refuse_values_beyond_float16(model, recipe, list_float32_parameter_ids(model, kept))
+        advice = "take a wider recipe, or keep its module in float32 by recipe.replace(float32=...)"
+        keeps = list_float32_parameter_ids(model, kept)
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in keeps:
+                refuse_values_beyond(parameter, _get_param_dtype(recipe), name, advice)
         _refuse_parameters_of_optimizers(model, "convert")
     _refuse_parameters_held_elsewhere(model, recipe, "convert")
     buffers: tuple[str, ...] = ()

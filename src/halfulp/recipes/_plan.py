@@ -84,19 +84,6 @@ def _has_only_vectors(module: nn.Module) -> bool:
     return bool(own) and all(parameter.ndim <= 1 for parameter in own)
 
 
-def refuse_values_beyond_float16(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
-    """Raise for a value that float16 would make infinite, in a parameter that is not kept."""
-    for name, parameter in model.named_parameters():
-        if recipe.param_dtype != "float16" or id(parameter) in keeps or parameter.is_meta:
-            continue
-        value = parameter.detach()
-        if bool((value.half().isinf() & value.isfinite()).any()):
-            raise ValueError(
-                f"parameter {name!r} has values beyond float16's largest, 65504: take a bfloat16 recipe, or keep its "
-                "module in float32 by recipe.replace(float32=...)"
-            )
-
-
 def list_float32_parameter_ids(model: nn.Module, kept: Container[str]) -> set[int]:
     """Return the ids of the parameters that stay float32, under any of their names."""
     inner = [module for name, module in model.named_modules() if is_inside_modules(name, kept)]

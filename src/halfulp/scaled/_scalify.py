@@ -18,7 +18,7 @@ from ..kernels import define_operator, hide_own_frames_from_compiler
 from ..subclass.models._conversion import (
     ParameterRef,
     ParameterSelector,
-    check_has_shape,
+    check_module_takes_conversion,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -336,12 +336,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def _is_scalable_parameter(place: ParameterRef) -> bool:
-    check_has_shape(place)
-    if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
-        raise ValueError(
-            f"parameter {place.name!r} is of {name_type(place.module)} with sparse=True, whose gradients have no "
-            "scale: make it with sparse=False, or leave it out by where="
-        )
+    check_module_takes_conversion(place)
     if place.value.layout != torch.strided:
         raise ValueError(
             f"parameter {place.name!r} has layout {place.value.layout}: scaled tensors are dense; leave it out by "

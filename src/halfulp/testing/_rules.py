@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,13 +34,14 @@ def check_rule(
 
     Every floating tensor among the arguments is given as payload x scale twice: a float32 payload under the scale 1,
     and under a random power of two, one for each tensor. The values are the same, so that results and gradients,
-    decoded, must have the same bits. They must also be what the plain operator gives.
+    decoded, must have the same bits. They must also be what the plain operator gives. Arguments keep their values, and
+    results share no memory with them, but where the plain operator's do.
 
     Args:
         operator: a function of the arguments: torch.ops.mylib.smooth, torch.erfc, a lambda with options.
         make_arguments: returns the positional arguments, as a sequence; tensors among them may stand in lists. It is
             called once per trial and draws from torch's generator, which is seeded for it and put back after.
-        trials: fresh arguments and scales.
+        trials: fresh arguments and scales, once or more often.
         seed: of all that is random; None draws one, which an error names.
         exact: True: results equal the plain operator's bit for bit. A number: the largest difference allowed, relative
             to the largest element. Independence of the scales is always bit for bit. Beside the plain operator's the
@@ -48,7 +50,8 @@ def check_rule(
 
     Raises:
         RuleError: an AssertionError that names the result, the scales under which it differs, and the seed.
-        ValueError: no argument is a floating tensor, or a value under which a scale cannot change exactly.
+        ValueError: no argument is a floating tensor, or a value under which a scale cannot change exactly; no trials,
+            or an `exact` that is neither True nor a finite number from 0 on.
 
     >>> import torch
     >>> from halfulp.scaled import ScaledTensor
@@ -63,10 +66,14 @@ def check_rule(
     ...
     halfulp.testing._rules.RuleError: halfulp_check.next: result 0 depends on the scales...
     """
+    if trials < 1 or exact is False or not 0 <= exact < math.inf:
+        raise ValueError(
+            f"trials={trials!r}, exact={exact!r}: give 1 or more trials, and True or the difference allowed"
+        )
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     tolerance = 0.0 if exact is True else float(exact)
     name = str(getattr(operator, "_qualified_op_name", getattr(operator, "__name__", operator))).replace("::", ".")
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         for number in range(seed, seed + trials):
             torch.manual_seed(number)
             arguments = tuple(make_arguments())
@@ -98,7 +105,7 @@ def _run_operator(
     gradients: bool,
     exponent: Callable[[], int] | None,
 ) -> dict[str, Any]:
-    """Return results and gradients by name, decoded; run without exponents on plain tensors, else on payloads."""
+    """Return results, gradients and arguments by name, decoded; plain ones without exponents, else of payloads."""
     leaves: list[Tensor] = []
 
     def make_autograd_leaf(x: Any) -> Any:
@@ -114,13 +121,24 @@ def _run_operator(
     outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     if outputs:
         torch.manual_seed(~seed)  # other numbers than the arguments, which are often drawn alike
-        cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
+        # Numbers of float32, which payloads keep.
+        cotangents = [torch.randn(x.shape, dtype=torch.float32, device="cpu").to(x.dtype) for x in outputs]
         cotangents = [
             _convert_to_scaled(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
         ]
         found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
         named |= {f"gradient {number}": _decode_scaled(x) for number, x in enumerate(found)}
+    named |= {f"argument {number} afterwards": _decode_scaled(x) for number, x in enumerate(leaves)}
+    for number, x in enumerate(results):
+        memory = _find_memory(x)
+        named[f"memory of result {number}"] = {k for k, leaf in enumerate(leaves) if memory == _find_memory(leaf) != 0}
     return named
+
+
+def _find_memory(x: Any) -> int:
+    """Return where the values of a tensor lie; 0 for what has no memory."""
+    plain = x.payload if isinstance(x, ScaledTensor) else x
+    return plain.untyped_storage().data_ptr() if isinstance(plain, Tensor) else 0
 
 
 def _convert_to_scaled(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
@@ -149,6 +167,8 @@ def _compare_runs(expected: dict[str, Any], found: dict[str, Any], tolerance: fl
 
 
 def _describe_difference(x: Any, y: Any, tolerance: float, is_signed: bool) -> str:
+    if isinstance(x, set):
+        return f"shared with argument {min(y - x)}" if y - x else ""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         same = x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and (x == y or (x != x and y != y)))
         return "" if same else f"{y!r} for {x!r}"

@@ -78,7 +78,8 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
         optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
         made = make_step_table_function(optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, ""))
         trace = made.trace
-        own = trace.lines, trace.kinds, trace.stores, trace.sums, made.columns, made.constants, made.block
+        layout = made.column_count, made.constant_count, made.block_size
+        own = trace.lines, trace.kinds, trace.stores, trace.sums, layout
         assert known.setdefault(made.make_cache_key(), own) == own
 
 

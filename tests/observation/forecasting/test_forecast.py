@@ -69,13 +69,23 @@ def test_decay_that_is_rounded_by_itself_is_lost_below_half_a_spacing(seed):
     assert made == pytest.approx(float((weights.abs() - after.abs()).sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("count", [48, 1000])
+@pytest.mark.parametrize("count", [1, 2, 5, 48, 1000])
 def test_crossing_is_that_of_binomial_numbers(count):
     """Poisson's numbers for the binomial ones, summed exactly, are a step off at most."""
     shares, needed = [0.5 * 0.9**step for step in range(100)], max(1, -(-count // 100))
     below = [sum(math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(needed)) for p in shares]
     exact = next(step for step in range(101) if math.prod(below[step:]) >= 0.5)
     assert abs(find_freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0) - exact) <= 1
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_few_elements_that_move_at_each_step_do_not_freeze_at_the_end(share):
+    """A bias of one element, of which updates keep their sign over some steps, is no chance less at the last ones."""
+    for count in (1, 2, 5):
+        assert find_freeze_step(torch.full((100,), share, dtype=torch.float64), count, 5.0) is None
+    ahead = hu.forecast(nn.Linear(20, 1), 1e-3, steps=100)
+    assert ahead.findings == []
+    assert [layer.freeze_step for layer in ahead.layers] == [None, None]
 
 
 def test_adams_size_on_noise_is_the_known_one():
@@ -401,8 +411,13 @@ def test_nan_is_said(place):
     (weights["w"] if place == "weight" else state["exp_avg_sq"])[2, 2] = math.nan
     states = {"state": {0: state}, "param_groups": [{"params": [0, 1], "param_names": ["w", "v"]}]}
     ahead = hu.forecast({"model": weights, "optimizer": states}, 1e-3, steps=10)
-    assert "'w' hold NaN or infinity, in weights or states: these elements are left out" in ahead.notes
+    assert "'w' hold NaN or infinity, in weights as trained or states: these are left out" in ahead.notes
     assert not any("'v'" in note for note in ahead.notes)
+
+
+def test_weights_beyond_the_format_that_they_are_trained_in_are_said():
+    ahead = hu.forecast({"w": torch.tensor([1.0, 1e6]), "v": torch.ones(2)}, 1e-3, steps=10, dtype="fp16")
+    assert [note.split(",")[0] for note in ahead.notes] == ["'w' hold NaN or infinity"]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -231,7 +231,7 @@ def test_tied_weights_are_one():
     assert model[1].weight is model[0].weight
 
 
-@pytest.mark.parametrize("what", ["missing", "unknown", "shape", "array", "type"])
+@pytest.mark.parametrize("what", ["missing", "unknown", "shape", "array", "type", "infinite"])
 def test_float32_weights_that_do_not_fit_are_refused(what):
     model = make_model()
     optimizer = make_optimizer("kahan", "default", model)
@@ -246,6 +246,8 @@ def test_float32_weights_that_do_not_fit_are_refused(what):
         out["2.bias"] = torch.zeros(9)
     elif what == "array":
         out["2.bias"] = out["2.bias"].numpy()
+    elif what == "infinite":
+        out["2.bias"][0] = torch.finfo(torch.float32).max
     else:
         out["2.bias"] = "zeros"
     with pytest.raises(ValueError, match=r"0\.weight|extra|2\.bias"):

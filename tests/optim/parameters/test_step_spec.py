@@ -88,3 +88,74 @@ def test_a_rule_whose_values_are_not_those_of_its_update_is_refused():
         with pytest.raises(ValueError, match=r"values of rule 'wrong' .* takes \('lr',\)"):
             Wrong([p], {}).step()
         assert (p == 1).all()
+
+
+def _step_once(rule, dtype=torch.float32, **options):
+    class Own(hu.optim.Optimizer):
+        def rule(self, group):
+            return rule
+
+    p = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    optimizer = Own([p], {}, **options)
+    try:
+        optimizer.step()
+    finally:
+        assert (p == 1).all()
+
+
+def _descend(w, g, *states):
+    return (-g, *states)
+
+
+@pytest.mark.parametrize(
+    ("names", "factors", "options"),
+    [
+        (("m", "m"), (), {}),
+        (("step",), (), {}),
+        (("states_begun",), (), {}),
+        (("m",), ("m",), {}),
+        ((), ("step",), {}),
+        (("residual",), (), {"dtype": torch.bfloat16, "weight_update": "kahan"}),
+        (("low_bits",), (), {"dtype": torch.bfloat16, "weight_update": "split"}),
+        ((), ("master",), {"dtype": torch.bfloat16, "weight_update": "master"}),
+    ],
+)
+def test_two_tensors_of_one_name_in_a_parameters_state_are_refused(names, factors, options):
+    more = {"prepare": lambda t, group, step: (t.gradient, ()), "factors": lambda shape: dict.fromkeys(factors, (2,))}
+    slots = tuple(StateSlot(name, 1) for name in names)
+    rule = UpdateRule("twice", _descend, slots, lambda group, step: (), **(more if factors else {}))
+    with pytest.raises(ValueError, match=r"twice among what the state of parameter #0 holds"):
+        _step_once(rule, **options)
+
+
+def test_what_is_no_rule_state_or_reduction_is_refused():
+    values, found = (lambda group, step: (0.1,)), hu.optim.Reduction(lambda w: w)
+    for states, reductions in (((), [found]), ((), (len,)), ([StateSlot("m", 1)], ()), (("m",), ())):
+        with pytest.raises(TypeError, match=r"is a tuple of (StateSlot|Reduction)s, got"):
+            UpdateRule("wrong", _descend, states, values, reductions=reductions)
+    for name, degree in (("", 1), (3, 1), ("m", 0), ("m", 3)):
+        with pytest.raises(ValueError, match="give a name, and 1 or 2"):
+            StateSlot(name, degree)
+    with pytest.raises(TypeError, match=r"Own\.rule gives None: return an UpdateRule"):
+        _step_once(None)
+    lacking = type("Lacking", (hu.optim.Optimizer,), {})
+    with pytest.raises(TypeError, match="Lacking has no rule"):
+        lacking([torch.nn.Parameter(torch.ones(2))], {})
+
+
+@pytest.mark.parametrize("late", [(), (0.1, 0.2)])
+def test_late_constants_that_are_not_those_of_the_update_are_refused(late):
+    def step(w, g, lr):
+        return (-(lr * g),)
+
+    def step_prepared(w, g, prepared, lr):
+        return (-(lr * prepared),)
+
+    sums = {"reductions": (hu.optim.Reduction(lambda w: w),), "late_values": lambda group, step, sums: late}
+    for update, more in ((step, sums), (step_prepared, {"prepare": lambda t, group, step: (t.gradient, late)})):
+        with pytest.raises(ValueError, match=r"values of rule 'late' .* takes \('lr',\)"):
+            _step_once(UpdateRule("late", update, (), lambda group, step: (), **more))
+    short = {"prepare": lambda t, group, step: (t.gradient[:2], (0.1,))}
+    with pytest.raises(ValueError, match=r"prepares a tensor of shape \(2,\) for a parameter of shape \(8,\)"):
+        _step_once(UpdateRule("short", step_prepared, (), lambda group, step: (), **short))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.optim.weight_updates._rounding import StochasticallyRounded
 from halfulp.optim.weight_updates._weight_update import find_weight_update, register_weight_update
 
 from ...laws.optim.cases import UPDATES
@@ -33,6 +34,20 @@ def test_rounding_objects_and_names_mean_the_same(given, name):
 def test_a_rounding_that_no_update_has_is_refused(given):
     with pytest.raises(ValueError, match=r"nearest|seed="):
         hu.optim.SGD([torch.nn.Parameter(torch.zeros(2).bfloat16())], weight_update=given)
+
+
+def test_random_words_that_are_not_drawn_are_refused():
+    class Undrawn(StochasticallyRounded):
+        name = "undrawn"
+
+        def list_random_bits_per_draw(self, store):
+            return ()
+
+    p = torch.nn.Parameter(torch.ones(2).bfloat16())
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"'undrawn' rounds by more random words than the 0 of"):
+        hu.optim.SGD([p], weight_update=Undrawn()).step()
+    assert (p == 1).all()
 
 
 def test_a_name_can_be_given_once():

@@ -30,6 +30,19 @@ def test_what_is_kept_is_found_again(tmp_path: Path, trials, result) -> None:
     assert again.read_finished_results(trials) == {trials[0].key: result}
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_comparisons_in_one_folder_do_not_take_each_others_trials(tmp_path: Path, trials, result, resume) -> None:
+    one, other = TrialStore(tmp_path), TrialStore(tmp_path)
+    for store in (one, other):
+        store.refuse_or_delete_old_results(resume=resume)
+    one.write_trial(trials[0], result)
+    one.json_path.write_text("the report")
+    with pytest.raises(ValueError, match=r"another comparison writes into .*give each a folder"):
+        other.write_trial(trials[0], {**result, "curve": []})
+    assert one.read_finished_results(trials) == {trials[0].key: result}
+    assert one.json_path.read_text() == "the report"
+
+
 @pytest.mark.parametrize("damage", [{}, None, {"curve": []}])
 def test_a_file_without_a_result_is_refused(tmp_path: Path, trials, damage) -> None:
     store = TrialStore(tmp_path / "out")

@@ -161,12 +161,10 @@ _COMPILER_SOURCE_FILES = tuple(Path(__file__).parents[1] / name for name in ("_o
 
 def find_kernel_cache_folder() -> Path | None:
     """Return the folder of compiled kernels: HALFULP_CACHE_DIR or the user's cache folder; None without either."""
-    chosen = os.environ.get("HALFULP_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
+    chosen, base = os.environ.get("HALFULP_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "halfulp"
+        # No shell replaces the "~" of a container's or a service's variable.
+        return Path(chosen).expanduser() if chosen else (Path(base) if base else Path.home() / ".cache") / "halfulp"
     except RuntimeError:
         return None
 

@@ -408,15 +408,15 @@ def find_freeze_step(moved_share: Tensor, count: int, same_sign_steps: float) ->
     Of `count` elements some k = ceil(MOVED_SHARE_IF_FROZEN count) have to move for the step to be above. Their number
     is Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
     incomplete gamma function; updates keep their sign over `same_sign_steps`, in which a layer has one chance and not
-    many. Returned is the first step from which on it is as likely as not that no step is above.
+    many, and one at the end too. Returned is the first step from which on it is as likely as not that no step is above.
 
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
     """
     least = torch.full_like(moved_share, float(math.ceil(MOVED_SHARE_IF_FROZEN * count)))
     above = torch.special.gammainc(least, (moved_share * count).clamp_min(1e-300))
-    none = torch.log1p(-above.clamp_max(1 - 1e-15)) / same_sign_steps
-    none_from = none.flip(0).cumsum(0).flip(0)
+    none = torch.log1p(-above.clamp_max(1 - 1e-15)).flip(0)
+    none_from = torch.minimum(none.cumsum(0) / same_sign_steps, none.cummin(0).values).flip(0)
     found = (none_from >= math.log(0.5)).nonzero()
     return int(found[0]) if len(found) else None
 

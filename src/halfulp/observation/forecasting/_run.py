@@ -193,7 +193,7 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     notes = list(inputs.notes)
     broken = [one.name for one in inputs.parameters if _has_nonfinite_sampled_elements(one, sample)]
     if broken:
-        notes.append(f"{quote(broken)} hold NaN or infinity, in weights or states: these elements are left out")
+        notes.append(f"{quote(broken)} hold NaN or infinity, in weights as trained or states: these are left out")
     unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
     if unknown:
         notes.append(
@@ -212,8 +212,9 @@ def _has_nonfinite_sampled_elements(trained: TrainedTensor, max_elements: int) -
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
     index = sample_positions(count, max_elements)
+    dtypes = [trained.dtype, *(state.dtype for state in states)]
     return any(
-        not bool(to_float64(one.detach().flatten()[index]).isfinite().all())
-        for one in [trained.value, *states]
+        not bool(to_float64(one.detach().flatten()[index].to(dtype)).isfinite().all())
+        for one, dtype in zip([trained.value, *states], dtypes, strict=True)
         if one.is_floating_point()
     )

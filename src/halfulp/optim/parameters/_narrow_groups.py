@@ -20,14 +20,17 @@ from ...subclass.models._parameter_holders import (
 from .._group_options import check_ranks_agree
 from .._storage import STORE_BY_DTYPE
 from ._local_tensors import get_local, is_dtensor
-from ._narrowing import is_marked_to_stay_float32, pop_kept_float32_values
+from ._narrowing import is_marked_to_stay_float32, pop_kept_float32_values, refuse_values_beyond
 from ._outside_writes import record_payload_version
 
 
 def check_holders_and_list_sharded(groups: Iterable[dict]) -> list[torch.nn.Module]:
-    """Find other holders of the float32 parameters that groups ask to be narrowed."""
-    found = _find_parameters_to_narrow(groups)
-    named = [(read_parameter_name(group, position), group["params"][position]) for group, position in found]
+    """Find other holders of the float32 parameters that groups ask to be narrowed; refuse values beyond the dtype."""
+    named = []
+    for group, position in _find_parameters_to_narrow(groups):
+        name, parameter = read_parameter_name(group, position), group["params"][position]
+        refuse_values_beyond(parameter, group["param_dtype"], name, "give it a param group with param_dtype=None")
+        named.append((name, parameter))
     return check_parameter_holders(named, "param_dtype=", replaced=False)
 
 

@@ -8,9 +8,18 @@ from torch import Tensor
 from ...subclass.models._parameter_holders import replace_parameter_data
 from .._storage import STORE_BY_DTYPE
 from ..weight_updates._split import Split16
+from ._local_tensors import get_local
 
 _LOW_BITS_ATTRIBUTE, _FLOAT32_ATTRIBUTE = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT_UPDATE = Split16()
+
+
+def refuse_values_beyond(parameter: Tensor, dtype: torch.dtype, name: str, advice: str) -> None:
+    """Raise for finite values of a parameter that a narrower dtype would make infinite."""
+    value = get_local(parameter.detach())
+    if not value.is_meta and bool((value.to(dtype).isinf() & value.isfinite()).any()):
+        largest = f"{str(dtype).removeprefix('torch.')}'s largest, {torch.finfo(dtype).max:g}"
+        raise ValueError(f"parameter {name!r} has values beyond {largest}: {advice}")
 
 
 def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:

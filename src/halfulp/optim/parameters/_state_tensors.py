@@ -25,6 +25,12 @@ def add_missing_state_tensors(
     state: MutableMapping[str, Any], spec: StepSpec, group: Mapping, parameter: torch.Tensor, name: str
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number."""
+    held = ("step", STEPS_BEFORE_STATES_KEY, *spec.tensor_names)
+    if twice := sorted({key for key in held if held.count(key) > 1}):
+        raise ValueError(
+            f"rule {spec.rule.name!r} under weight update {spec.update.name!r} has {quote(twice)} twice among what the "
+            f"state of parameter {name} holds: give each state, factor and auxiliary tensor a name of its own"
+        )
     shape = get_local(parameter).shape
     auxiliary = () if spec.has_components_in_parameter else spec.update.describe_auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}

@@ -20,7 +20,7 @@ from ..states._codec import TensorScaleCodec
 from ..states._int8_blocks import Int8Blocks
 from ..states._state import BF16_PAIR, Codec, refuse_coarse_states, resolve_codecs
 from ..weight_updates._components import choose_mctensor_update
-from ..weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME, WeightUpdate, find_weight_update
+from ..weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME, WeightUpdate, check_drawn_words, find_weight_update
 from ._local_tensors import find_index_map, get_local, get_payload
 from ._narrowing import is_marked_to_stay_float32
 
@@ -217,6 +217,7 @@ def choose_step_spec(
     update = own or (WEIGHT_UPDATE_BY_NAME["exact"] if store.name == "fp32" else find_weight_update(chosen))
     _refuse_scaled_options(group, parameter, update, name)
     update.check_store(store)
+    check_drawn_words(update, store)
     refuse_unsupported_feedback(rule, update)
     codecs = _choose_codecs(rule, group, parameter, store, name)
     factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()

@@ -38,6 +38,10 @@ class StateSlot:
     maximum_of: str | None = None
     exact: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or self.degree not in (1, 2):
+            raise ValueError(f"state {self.name!r} of degree {self.degree!r}: give a name, and 1 or 2")
+
     def initial_value(self, group: Mapping[str, Any]) -> float:
         """Return the value before the first step under a group's options.
 
@@ -90,7 +94,8 @@ class UpdateRule:
         name: for messages and kernel names.
         update: `update(w, g, *states, *constants) -> (u, *states)`: the weight becomes w + u. Only + - * and the
             functions `sqrt`, `divide`, `maximum` and `sign_of`, which each engine binds to its own, and no literals,
-            so that every engine gives the same bits. The names of its last arguments are those of the constants.
+            so that every engine gives the same bits. It is recorded once: what it finds outside of its arguments, as
+            in a closure, is what stood there then. The names of its last arguments are those of the constants.
         states: the states, in the order in which `update` takes and returns them.
         values: (group options, step) -> the constants as Python floats, made in float64; without those that
             `late_values` gives.
@@ -130,6 +135,10 @@ class UpdateRule:
     def __post_init__(self) -> None:
         if not callable(self.values):
             raise TypeError(f"rule {self.name!r}: values is a function of a group's options and the step, no names")
+        for field, kind in (("states", StateSlot), ("reductions", Reduction)):
+            given = getattr(self, field)
+            if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
+                raise TypeError(f"rule {self.name!r}: {field} is a tuple of {kind.__name__}s, got {given!r}")
         if len(self.reductions) > 2:
             raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         if self.late_values is not None and not self.reductions:
@@ -150,6 +159,14 @@ class UpdateRule:
         """The constants' names: the update's arguments behind weight, gradient, what is prepared, and states."""
         first = 2 + (self.prepare is not None) + len(self.states)
         return tuple(inspect.signature(self.update).parameters)[first:]
+
+    def check_constant_count(self, given: tuple[float, ...]) -> None:
+        """Raise ValueError unless there is a number for each of the constants."""
+        if len(given) != len(self.constants):
+            raise ValueError(
+                f"the values of rule {self.name!r} are {given}, but its update takes {self.constants}: give a number "
+                "for each of these"
+            )
 
     @cached_attribute
     def has_data_dependent_constants(self) -> bool:

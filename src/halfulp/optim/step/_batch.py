@@ -282,13 +282,8 @@ class CachedBatchTables:
                         for step, entry in zip(own, table.state_entries[first:last])
                     ]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
-                if not rule.has_data_dependent_constants and any(
-                    len(one) != len(rule.constants) for one in made.values()
-                ):
-                    raise ValueError(
-                        f"the values of rule {rule.name!r} are {[*made.values()]}, but its update takes "
-                        f"{rule.constants}: give a number for each of these"
-                    )
+                for one in () if rule.has_data_dependent_constants else made.values():
+                    rule.check_constant_count(one)
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
                 if rule.has_data_dependent_constants:
                     counted += [(groups[number], age) for age in ages]

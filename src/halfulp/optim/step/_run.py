@@ -344,11 +344,18 @@ def add_prepared_tensors(batch: Batch) -> None:
         with torch.autocast(batch.device.type, enabled=False):  # the caller's would multiply in 16 bits
             made, late = prepare(GatheredTensors(batch, row), group, age)
         shard = batch.plans[row].index_map
+        if made.shape != shard.global_shape:
+            raise ValueError(
+                f"rule {batch.spec.rule.name!r} prepares a tensor of shape {tuple(made.shape)} for a parameter of "
+                f"shape {shard.global_shape}: give one of its shape"
+            )
         places = zip(shard.shape, shard.offset, shard.step)
         own = made[tuple(slice(first, first + count * step, step) for count, first, step in places)]
         # A copy of a shard, so that nothing keeps the whole.
         batch.prepared_tensors.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
+        if batch.spec.rule.late_values is None:
+            batch.spec.rule.check_constant_count(batch.constants[row])
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
@@ -400,6 +407,7 @@ def add_constants_from_sums(batches: Sequence[Batch], sums: Sequence[list[tuple[
             key = id(group), age, total
             if key not in made:
                 made[key] = (*batch.constants[row], *late(group, age, total))
+                batch.spec.rule.check_constant_count(made[key])
             batch.constants[row] = made[key]
 
 

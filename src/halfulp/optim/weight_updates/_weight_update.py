@@ -8,7 +8,7 @@ import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -96,6 +96,23 @@ def _record_filler(update: WeightUpdate, store: Store) -> Trace:
     fill: Any = names.get("fill_weight", fill_plain_weight)
     bind_free_variables(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
     return element.trace
+
+
+@functools.cache
+def check_drawn_words(update: WeightUpdate, store: Store) -> None:
+    """Raise ValueError if a weight update looks at random words that it does not name: they would be zeros."""
+    element, names = ElementTraceBuilder(4), update.make_bindings(store)
+    words = [element.add_input(name, "w32") for name in ("r0", "r1")]
+    arrays, u = (*element.arrays, element.index), element.add_input("u")
+    read, write = (bind_free_variables(cast(Any, names[name]), names) for name in ("read_weight", "write_weight"))
+    write(*arrays, *read(*arrays), u, *words)
+    draws = update.list_random_bits_per_draw(store)
+    undrawn = {word.number for word in words[len(draws) :]}
+    if any(undrawn & set(operands) for _, operands, _ in element.trace.lines):
+        raise ValueError(
+            f"weight update {update.name!r} rounds by more random words than the {len(draws)} of its "
+            "list_random_bits_per_draw: give the bits of each there, as (store.random_bits,)"
+        )
 
 
 def read_plain(a0, a1, a2, a3, i):

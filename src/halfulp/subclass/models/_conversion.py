@@ -97,8 +97,23 @@ def list_matching_parameters(found: Iterable[ParameterRef], where: ParameterSele
     return [ref for ref in found if id(ref.value) in matched]
 
 
-def check_has_shape(ref: ParameterRef) -> None:
-    """Raise for a parameter of a lazy module that has seen no batch."""
+def refuse_torchscript(ref: ParameterRef) -> None:
+    """Raise for a parameter of a module of torch.jit, which takes neither hooks nor tensors of another kind."""
+    if isinstance(ref.module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"parameter {ref.name!r} is of {name_type(ref.module)}, which runs its graph as recorded: convert the "
+            "model before torch.jit.script or torch.jit.trace"
+        )
+
+
+def check_module_takes_conversion(ref: ParameterRef) -> None:
+    """Raise for a parameter of a module of torch.jit, of one with sparse gradients, or of a lazy one before a batch."""
+    refuse_torchscript(ref)
+    if isinstance(ref.module, (nn.Embedding, nn.EmbeddingBag)) and ref.module.sparse:
+        raise ValueError(
+            f"parameter {ref.name!r} is of {name_type(ref.module)} with sparse=True, whose gradients have neither "
+            "components nor a scale: make it with sparse=False, or leave it out by where="
+        )
     if nn.parameter.is_lazy(ref.value):
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 

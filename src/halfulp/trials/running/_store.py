@@ -56,11 +56,18 @@ class TrialStore:
         return results
 
     def write_trial(self, trial: Trial, result: dict[str, Any]) -> None:
-        """Write one finished trial; a report of those before is not whole any more."""
-        for path in (self.json_path, self.page_path):
-            path.unlink(missing_ok=True)
+        """Write one finished trial; a report of those before is not whole any more.
+
+        Raises:
+            ValueError: another comparison has written this trial meanwhile, or the file cannot be written.
+        """
+        path = self.trials_folder / f"{trial.key}.json"
+        if path.exists():  # it was not there when this comparison began
+            raise ValueError(f"another comparison writes into {self.root} meanwhile: give each a folder with --out")
+        for report in (self.json_path, self.page_path):
+            report.unlink(missing_ok=True)
         record = {"settings": trial.settings(), "result": result}
-        write_file_atomically(self.trials_folder / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
+        write_file_atomically(path, json.dumps(record, indent=1, allow_nan=False))
 
 
 def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
