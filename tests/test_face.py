@@ -120,7 +120,8 @@ def _list_defaults(thing: object) -> dict[str, object]:
 
     calls = {"": thing}
     if inspect.isclass(thing):
-        calls |= {name: one for name, one in vars(thing).items() if name[0] != "_"}
+        # torch writes a `step` into the class of an optimizer as the first one is made.
+        calls |= {name: one for name, one in vars(thing).items() if name[0] != "_" and name != "step"}
     found: dict[str, object] = {}
     for name, call in calls.items():
         call = getattr(call, "__func__", call)
