@@ -14,6 +14,8 @@ import torch
 
 import halfulp as hu
 
+from .records import REMEDY, list_differences, read_record
+
 MOST_NAMES = 48
 FACE = {
     "halfulp": {
@@ -97,6 +99,49 @@ def test_every_public_thing_says_what_it_is(package):
     module = importlib.import_module(package)
     for name in FACE[package]:
         assert (getattr(module, name).__doc__ or "").strip(), f"{package}.{name} has no docstring"
+
+
+PUBLIC = [
+    *("halfulp", "halfulp.arithmetic", "halfulp.formats", "halfulp.gradients", "halfulp.hyperbolic"),
+    *("halfulp.mctensor", "halfulp.observation", "halfulp.optim", "halfulp.recipes", "halfulp.rounding"),
+    *("halfulp.scaled", "halfulp.testing", "halfulp.trials", "halfulp.trials.tasks"),
+]
+
+
+def _list_defaults(thing: object) -> dict[str, object]:
+    """The defaults of a function's arguments, or of those of a class and of its public methods."""
+
+    def tell(value: object) -> object:
+        if isinstance(value, tuple | list):
+            return [tell(one) for one in value]
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        return repr(value) if isinstance(value, float | torch.dtype) else f"a {type(value).__name__}"
+
+    calls = {"": thing}
+    if inspect.isclass(thing):
+        # torch writes a `step` into the class of an optimizer as the first one is made.
+        calls |= {name: one for name, one in vars(thing).items() if name[0] != "_" and name != "step"}
+    found: dict[str, object] = {}
+    for name, call in calls.items():
+        call = getattr(call, "__func__", call)
+        try:
+            parameters = inspect.signature(call).parameters.values() if callable(call) else ()
+        except ValueError:  # of what is made in C
+            continue
+        given = {one.name: tell(one.default) for one in parameters if one.default is not inspect.Parameter.empty}
+        found |= {f"{name}({key})" if name else key: value for key, value in given.items()}
+    return found
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_defaults_are_as_they_were(package):
+    module = importlib.import_module(package)
+    things = {name: getattr(module, name) for name in sorted(_exported(package))}
+    found = {name: _list_defaults(one) for name, one in things.items() if callable(one)}
+    found = {name: defaults for name, defaults in found.items() if defaults}
+    differing = list_differences(found, read_record("defaults", package, found), 0.0, package)
+    assert not differing, REMEDY
 
 
 def test_the_face_is_small():

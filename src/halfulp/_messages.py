@@ -37,14 +37,14 @@ def quote(names: Iterable[object]) -> str:
     return ", ".join(map(repr, names[:_MOST_LISTED])) + rest
 
 
-def align_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows of a table as lines with aligned columns.
 
     >>> align_columns([("name", "bits"), ("e4m3fn", "8")])
     ['name    bits', 'e4m3fn  8']
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return [gap.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def write_differing_names(missing: Iterable[object], unknown: Iterable[object]) -> str:

@@ -230,3 +230,12 @@ def test_inside_a_compiled_function(space, draw, vectors):
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(p, q, v), function(p, q, v), rtol=1e-11)
+
+
+@pytest.mark.parametrize("components", [1, 2])
+def test_points_inside_are_projected_to_themselves(space, draw, components):
+    points = draw(4, 2)
+    points = points if components == 1 else MCTensor.encode(points, components)
+    found = space.project(points)
+    assert torch.equal(found, points)
+    assert found is points or space.name == "half-space"

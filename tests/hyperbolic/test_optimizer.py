@@ -183,6 +183,42 @@ def test_bad_rates():
         RiemannianAdam([weight], eps=-1.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "share"),
+    [
+        *((kind, "lr", False) for kind in (RiemannianSGD, RiemannianAdam)),
+        *((RiemannianSGD, "momentum", True), (RiemannianAdam, "beta1", True), (RiemannianAdam, "beta2", True)),
+        (RiemannianAdam, "eps", False),
+    ],
+)
+def test_rates_at_the_ends_of_their_ranges(kind, name, share):
+    """From 0 on, and of a share below 1."""
+
+    def make(value: float) -> None:
+        betas = {"beta1": (value, 0.5), "beta2": (0.5, value)}
+        options = {"betas": betas[name]} if name in betas else {name: value}
+        kind([torch.nn.Parameter(torch.ones(1, 2))], **{"lr": 0.1, **options})
+
+    for allowed in (0.0, 1 - 2.0**-53, *(() if share else (1.0, 2.0))):
+        make(allowed)
+    for refused in (-(2.0**-1074), float("nan"), *((1.0,) if share else ())):
+        with pytest.raises(ValueError, match=r"is not allowed: it (lies in|is at least 0)"):
+            make(refused)
+
+
+@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_autograd_knows_that_points_were_moved(space, draw, make, components, is_sparse):
+    weight = start(space, draw, 3, components)
+    kept = (weight * weight).sum()  # its gradient needs the points as they are
+    rows, values = torch.tensor([[0, 2]]), torch.ones(2, 2, dtype=torch.float64)
+    sparse = torch.sparse_coo_tensor(rows, values, (3, 2), check_invariants=True)
+    weight.grad = sparse if is_sparse else sparse.to_dense()
+    make([weight], manifold=space).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
 def test_no_rows_is_no_step(seed):
     weight = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = RiemannianAdam([weight])

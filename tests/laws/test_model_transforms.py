@@ -196,9 +196,14 @@ def test_a_recorded_encoding_is_refused_in_words(seed):
     x = torch.randn(6)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace would record .* of MCTensors"):
         torch.jit.trace(FUNCTIONS["components"], (x,))
-    for name, kind in (("components", "MCTensor"), ("encode", "ScaledTensor")):
+    for function, kind in (
+        (FUNCTIONS["components"], "MCTensor"),
+        (lambda x: MCTensor.encode(x, 2).components[0], "MCTensor"),
+        (FUNCTIONS["encode"], "ScaledTensor"),
+        (lambda x: ScaledTensor.encode(x).payload, "ScaledTensor"),
+    ):
         with pytest.raises(NotImplementedError, match=f"make_fx would record constants in place of {kind}s"):
-            make_fx(FUNCTIONS[name])(x)
+            make_fx(function)(x)
 
 
 def test_gradients_by_torch_func_of_products_in_eight_bits(seed):

@@ -140,7 +140,35 @@ def test_printing_shows_the_digits_it_holds():
     assert "scale=2**" in repr(MCTensor.encode([1.0], dtype=torch.float16))
 
 
+@pytest.mark.parametrize(("dtype", "overflow"), [(torch.float16, 16), (torch.bfloat16, 128), (torch.float64, 128)])
+@pytest.mark.parametrize("largest", [2.0**-140, 2.0**-126, 2.0**-125, 0.75, 1.0, 1.5, 2.0, 65504.0, 2.0**120, 2.0**127])
+def test_an_automatic_scale_leaves_four_binades_of_room(largest, dtype, overflow):
+    """Float64's room is float32's, whose range scales have."""
+    x = MCTensor.encode([largest, -largest / 3, 0.0], 2, dtype, scale="auto")
+    wanted = math.frexp(largest)[1] - (overflow - 4)
+    assert float(x.scale) == 2.0 ** max(-126, min(127, wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", [[], [0.0, -0.0], 0.0])
+def test_zeros_have_the_scale_1(values, dtype):
+    x = MCTensor.encode(values, 2, dtype, scale="auto")
+    assert float(x.scale) == 1.0
+    assert torch.equal(x.decode(), torch.as_tensor(values, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("exponent", [-126, 127])
+def test_a_scale_may_be_the_first_and_the_last_power_of_two(exponent):
+    x = MCTensor.encode([1.5 * 2.0**exponent], 1, torch.float32, scale=2.0**exponent)
+    assert (float(x.scale), x.components[0].item()) == (2.0**exponent, 1.5)
+
+
 BAD = {
+    "a scale above the last": (lambda: MCTensor.encode([1.0], scale=2.0**128), r"to 2\*\*127"),
+    "a negative scale": (lambda: MCTensor.encode([1.0], scale=-0.5), "powers of two"),
+    "the scale 0": (lambda: MCTensor.encode([1.0], scale=0.0), "powers of two"),
+    "an infinite scale": (lambda: MCTensor.encode([1.0], scale=math.inf), "powers of two"),
+    "a scale that is NaN": (lambda: MCTensor.encode([1.0], scale=math.nan), "powers of two"),
     "no component": (lambda: MCTensor.encode([1.0], 0), "1 to 4"),
     "five": (lambda: MCTensor.encode([1.0], 5), "1 to 4"),
     "integers": (lambda: MCTensor.encode(torch.arange(3)), r"x\.double"),

@@ -9,6 +9,7 @@ import torch
 from halfulp.formats import get, round_exact
 from halfulp.kernels import engine
 from halfulp.mctensor import MCTensor
+from halfulp.mctensor._result_type import ResultType
 
 from .exact_values import exact
 
@@ -154,3 +155,12 @@ def test_every_way_to_an_integer_truncates_the_sum(target):
     x = MCTensor.encode([Fraction(4 * value + (value > 0) - (value < 0), 4) for value in wanted], 3, DOUBLE)
     for found in (x.to(target), torch.zeros(len(wanted), dtype=target).copy_(x)):
         assert found.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float64, 1), (torch.float32, 2), (torch.float16, 4), (torch.bfloat16, 4)], ids=str
+)
+def test_a_float64_holds_as_many_components_as_fit_into_53_bits(dtype, most):
+    for components in range(1, 5):
+        form = ResultType(dtype, components, "first", False, torch.device("cpu"))
+        assert form.fits_float64 is (components <= most)

@@ -5,6 +5,7 @@ import torch
 
 from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
+from halfulp.mctensor._write import can_write_directly
 
 
 def _same(a, b):
@@ -186,3 +187,28 @@ def test_a_large_product_stays_beside_a_constant_elsewhere():
     x, c = MCTensor.encode([1.0, 1.0, 3.0], 2, torch.float16), MCTensor.encode([2.0**20, 1.0, 1.0], 2, torch.float16)
     x.addcmul_(c, torch.tensor([2.0**10, 0.0, -1e9]))
     assert x.decode()[0] == pytest.approx(2.0**30, rel=2.0**-19)
+
+
+def test_what_may_be_written_while_it_is_read(seed):
+    """The tensor itself, and what is not larger and lies in other memory."""
+    x, other = (MCTensor.encode(torch.randn(4, 6, dtype=torch.float64), 2) for _ in range(2))
+    assert can_write_directly(x, [])
+    assert can_write_directly(x, [x._parts, x._parts])
+    for small in (other, other[0], other[:, :1], other[0, 0], MCTensor.encode(2.0)):
+        assert can_write_directly(x, [x._parts, small._parts])
+    for overlapping in (x.T.contiguous().T * 1, x.mT.mT, x[:1], x.detach()):
+        memory, others = ({part.untyped_storage()._cdata for part in one._parts} for one in (x, overlapping))
+        assert can_write_directly(x, [overlapping._parts]) is memory.isdisjoint(others)
+    for large in (other[None], other.expand(2, 4, 6)):
+        assert can_write_directly(x, [large._parts]) is (large.shape[0] == 1 and large.dim() < 3)
+    assert not can_write_directly(x[:, :1], [other._parts])
+
+
+@pytest.mark.parametrize("name", ["add", "addcmul", "div"])
+def test_what_lies_below_the_scales_range_is_not_0_in_a_sum(name):
+    """A sum, by which may be divided, stays above 0; a quotient may become 0."""
+    x = MCTensor.encode([1.0, 2.0**-20 if name == "div" else 0.0], 2, torch.float16, scale=2.0**-4)
+    other = MCTensor.encode([1.0, 2.0**20] if name == "div" else [2.0**-20, 2.0**-33], 2, torch.float16)
+    getattr(x, f"{name}_")(*[other] * (2 if name == "addcmul" else 1))
+    assert float(x.scale) == 2.0**-4
+    assert bool(x.decode()[1] == 0) is (name == "div")

@@ -1,9 +1,12 @@
 """A record as JSON: nothing is lost but types, nothing that JSON lacks is left."""
 
+import dataclasses
 import json
 
+import pytest
 import torch
 
+from halfulp.observation import _record
 from halfulp.observation._record import (
     ParameterRecord,
     RealisedChanges,
@@ -49,3 +52,26 @@ def test_an_empty_record() -> None:
     data = record_to_plain_data(Record())
     assert data["parameters"] == data["tensors"] == data["averages"] == []
     assert data["loss_dtype"] is None
+
+
+RECORDS = [kind for kind in vars(_record).values() if dataclasses.is_dataclass(kind)]
+# What is said of a tensor, parameter or process by itself, of which nothing was observed.
+UNOBSERVED = {"scale": 1.0, "known": True, "is_wrappable": True, "weight_update": "nearest", "replica_of": (0, 1)}
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_a_record_begins_without_a_count_a_name_or_an_entry(kind) -> None:
+    """And shares none with another one."""
+    needed = [x for x in dataclasses.fields(kind) if dataclasses.MISSING is x.default is x.default_factory]
+    one, other = (kind(*("given" for _ in needed)) for _ in range(2))
+    assert one == other
+    for field in dataclasses.fields(kind)[len(needed) :]:
+        value = getattr(one, field.name)
+        if field.name in UNOBSERVED:
+            assert value == UNOBSERVED[field.name], field.name
+        elif dataclasses.is_dataclass(value):
+            assert value == type(value)()
+        else:
+            assert not value, field.name
+        shared = getattr(other, field.name) is value
+        assert not shared or not isinstance(value, dict | list), field.name

@@ -368,3 +368,46 @@ def test_users_choose_muons_parameters():
         hu.optim.Muon.split_groups(named, ["1.w*", "2.*"])
     with pytest.raises(TypeError, match="positional"):
         hu.AdamW.split_groups(named, "1.weight")
+
+
+# Of optimizers that torch does not have in all its versions: as their papers' code has them.
+DEFAULTS = {
+    "Muon": {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5}
+    | {"ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": None, "adamw_lr": None}
+    | {"adamw_betas": (0.9, 0.999), "adamw_eps": 1e-8, "adamw_weight_decay": None},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0, "maximize": False},
+    "Adan": {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0, "no_prox": False}
+    | {"maximize": False},
+    "AdEMAMix": {"lr": 1e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 2.0, "eps": 1e-8, "weight_decay": 0}
+    | {"beta3_warmup": None, "alpha_warmup": None, "maximize": False},
+    "LAMB": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "bias_correction": True}
+    | {"trust_clip": False, "always_adapt": False, "maximize": False},
+    "SGDScheduleFree": {"lr": 1.0, "momentum": 0.9, "weight_decay": 0, "warmup_steps": 0, "r": 0.0}
+    | {"weight_lr_power": 2.0, "maximize": False, "k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True},
+    "AdamWScheduleFree": {"lr": 2.5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "warmup_steps": 0}
+    | {"r": 0.0, "weight_lr_power": 2.0, "maximize": False}
+    | {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True},
+    "Prodigy": {"lr": 1.0, "betas": (0.9, 0.999), "beta3": None, "eps": 1e-8, "weight_decay": 0, "decouple": True}
+    | {"use_bias_correction": False, "safeguard_warmup": False, "d0": 1e-6, "d_coef": 1.0, "growth_rate": math.inf}
+    | {"maximize": False, "d": 0.0, "d_max": 0.0, "d_numerator": 0.0, "k": 0},
+}
+
+
+OWN = [name for name, kind in hu.optim.OPTIMIZERS.items() if kind.__module__.startswith("halfulp.")]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_not_given_is_torchs_or_the_papers(name):
+    parameters = [torch.nn.Parameter(torch.zeros(3, 3))]
+    options = dict.fromkeys(("weight_update", "state_dtype", "param_dtype", "format"))
+    options |= {"seed": 0, "report_interval": 50}
+    found = hu.optim.OPTIMIZERS[name](parameters).defaults
+    wanted = DEFAULTS.get(name)
+    if wanted is None:
+        switches = ("foreach", "fused", "capturable", "differentiable")
+        theirs = getattr(torch.optim, name)(parameters).defaults
+        wanted = {key: value for key, value in theirs.items() if key not in switches}
+        wanted |= {
+            key: found[key] for key in ("maximize", "decoupled_weight_decay") if key not in theirs and key in found
+        }
+    assert found == wanted | options

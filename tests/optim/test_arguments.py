@@ -1,5 +1,7 @@
 """torch's contract of arguments: what a number may be, closures, groups, mixed dtypes, switches of implementation."""
 
+import math
+
 import pytest
 import torch
 
@@ -208,3 +210,56 @@ def test_switches_of_a_file_of_torchs_choose_nothing():
 def test_what_torch_takes_by_position_and_this_does_not_is_no_other_option():
     with pytest.raises(TypeError, match="positional"):  # torch's capturable
         hu.optim.RMSprop([torch.nn.Parameter(torch.ones(2))], 0.1, 0.9, 1e-8, 0, 0, False, True)
+
+
+TINY, LAST = 2.0**-1074, 1 - 2.0**-53
+NOT_NEGATIVE = ((0.0, TINY, 2.0), (-TINY, math.inf, math.nan))
+WHOLE = ((0, 1, 2**63 - 1), (-1, 2**63, 1.0, True))
+ENDS = {
+    "SGD.lr": (lambda x: {"lr": x}, *NOT_NEGATIVE),
+    "SGD.momentum": (lambda x: {"momentum": x}, *NOT_NEGATIVE),
+    "SGD.dampening": (lambda x: {"momentum": 0.5, "dampening": x}, (-1.0, 0.0, 2.0), (math.inf, -math.inf, math.nan)),
+    "AdamW.eps": (lambda x: {"eps": x}, *NOT_NEGATIVE),
+    "AdamW.weight_decay": (lambda x: {"weight_decay": x}, *NOT_NEGATIVE),
+    "AdamW.beta1": (lambda x: {"betas": (x, 0.5)}, (0.0, LAST), (-TINY, 1.0, math.nan)),
+    "AdamW.beta2": (lambda x: {"betas": (0.5, x)}, (0.0, LAST), (-TINY, 1.0, math.nan)),
+    "Adan.beta3": (lambda x: {"betas": (0.5, 0.5, x)}, (0.0, LAST), (-TINY, 1.0, math.nan)),
+    "AdamW.seed": (lambda x: {"seed": x}, *WHOLE),
+    "AdamW.report_interval": (lambda x: {"report_interval": x}, *WHOLE),
+    "Adafactor.first eps": (lambda x: {"eps": (x, 0.1)}, (None, 0.0, 1.0), (-TINY, math.inf, math.nan)),
+    "Adafactor.second eps": (lambda x: {"eps": (None, x)}, (0.0, 1.0), (None, -TINY, math.inf, math.nan)),
+    "Adafactor.beta2_decay": (lambda x: {"beta2_decay": x}, (0.0, -TINY, -2.0), (TINY, math.nan)),
+    "Adafactor.d": (lambda x: {"d": x}, (1.0, 2.0), (LAST, 0.0, math.nan)),
+    "Muon.ns_steps": (lambda x: {"ns_steps": x}, (0, 99), (-1, 100, 5.0, True)),
+    "SGDScheduleFree.momentum": (lambda x: {"momentum": x}, (TINY, LAST), (0.0, 1.0, math.nan)),
+    "AdamWScheduleFree.beta1": (lambda x: {"betas": (x, 0.5)}, (TINY, LAST), (0.0, 1.0, math.nan)),
+    "Prodigy.d0": (lambda x: {"d0": x}, (TINY, 1.0, 2.0), (0.0, -1.0, math.nan)),
+    "Prodigy.growth_rate": (lambda x: {"growth_rate": x}, (1.0, 2.0, math.inf), (LAST, 0.0, math.nan)),
+    "Prodigy.beta1": (lambda x: {"betas": (x, 0.5)}, (TINY, LAST), (0.0, 1.0, math.nan)),
+    "HALP.bits": (lambda x: {"lr": 0.1, "bits": x}, (None, 2, 16), (1, 17, 4.0)),
+    "HALP.mu": (lambda x: {"lr": 0.1, "mu": x}, (None, TINY, 2.0), (0.0, math.inf, math.nan, True)),
+    "HALP.lr": (lambda x: {"lr": x}, (TINY, 2.0), (0.0, math.inf, math.nan, True)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_ends_of_a_range_are_in_it_and_what_lies_beyond_is_refused(name):
+    given, allowed, refused = ENDS[name]
+    make = getattr(hu.optim, name.partition(".")[0])
+    for value in allowed:
+        make([torch.nn.Parameter(torch.ones(4, 4))], **given(value))
+    for value in refused:
+        with pytest.raises(ValueError, match=r"not allowed|is needed|HALP\(|in \(0, 1\)"):
+            make([torch.nn.Parameter(torch.ones(4, 4))], **given(value))
+
+
+@pytest.mark.parametrize(("decay", "is_allowed"), [(0.0, True), (1.0, True), (-TINY, False), (1 + 2.0**-52, False)])
+@pytest.mark.parametrize("is_schedule", [False, True])
+def test_the_decay_of_an_average_is_from_0_to_1(decay, is_allowed, is_schedule):
+    model = torch.nn.Linear(2, 2)
+    given = (lambda step: decay) if is_schedule else decay
+    if is_allowed:
+        hu.optim.EMA(model, decay=given).update()
+        return
+    with pytest.raises(ValueError, match=r"a decay is from 0 .* to 1"):
+        hu.optim.EMA(model, decay=given).update()

@@ -50,7 +50,14 @@ def test_numbers_that_json_lacks_are_refused(template: str, number: float) -> No
 
 
 def test_a_share_is_100_per_cent_only_where_it_is_the_whole() -> None:
-    assert [format_share(part) for part in (0.9989, 0.9999, 1.0)] == ["99.9%", ">99.9%", "100%"]
+    assert [format_share(part) for part in (0.9989, 0.999, 0.9991, 0.9999, 1.0)] == [
+        *("99.9%", "99.9%", ">99.9%", ">99.9%", "100%")
+    ]
+
+
+def test_a_share_is_0_per_cent_only_where_it_is_none() -> None:
+    shares = {0.0: "0%", 1e-300: "<0.01%", 9.9e-5: "<0.01%", 1e-4: "0.01%", 0.00994: "0.99%", 0.01: "1%", 0.0104: "1%"}
+    assert {part: format_share(part) for part in shares} == shares
 
 
 def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -452,3 +452,23 @@ def test_a_write_before_the_optimizer_is_made_drops_low_bits(changes: bool, seed
         model.weight.copy_(model.weight.clone() + int(changes))
     kept = recipes.optimizer(model, "AdamW").float32_state_dict(model)["weight"]
     assert torch.equal(kept, model.weight.float())
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [(65504.0, False), (65519.99, False), (65520.0, True), (-65520.0, True), (3e38, True), (float("inf"), False)],
+)
+def test_a_weight_that_float16_would_make_infinite_is_refused(value: float, is_refused: bool) -> None:
+    """From halfway to the next number on, which there is none of; what is infinite already stays so."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    nn.init.constant_(layers[0].weight, value)
+    if is_refused:
+        with pytest.raises(ValueError, match=r"parameter '0\.weight' has values beyond float16's largest, 65504"):
+            recipes.convert(copy.deepcopy(layers), "fp16-kahan")
+    else:
+        converted = recipes.convert(copy.deepcopy(layers), "fp16-kahan")
+        assert converted[0].weight.dtype == torch.float16
+        assert converted[0].weight[0, 0].item() == torch.tensor(value).half().item()
+    recipes.convert(copy.deepcopy(layers), "bf16-kahan")
+    kept = recipes.get("fp16-kahan").replace(float32=("0", "*Norm*"))
+    assert recipes.convert(layers, kept)[0].weight[0, 0].item() == torch.tensor(value).item()

@@ -1,7 +1,9 @@
 """verify: proves what is exact, names what is not, and leaves the model as it was."""
 
 import json
+import math
 import random
+import types
 
 import numpy as np
 import pytest
@@ -9,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from halfulp.gradients import AdaptiveGradScaler
 from halfulp.gradients.eager import _replay
 from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
 from halfulp.recipes._training_step import (
+    SUM_ORDER_TOLERANCE,
+    _clamp_where_both_are_huge,
     compute_relative_difference,
+    is_close_to_float32,
     run_float64_step,
     run_one_step,
     select_gradient_results,
@@ -570,3 +576,73 @@ def test_what_cannot_be_copied_is_refused(seed):
     model.lines = (line for line in ())
     with pytest.raises(ValueError, match=r"the model cannot be copied, and the proof runs on copies.*cannot pickle"):
         verify(model, torch.randn(8, 6), "scaled-fp16", seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("needed", "merged"),
+    [((), []), (("2",), ["2"]), (("0", "2"), ["0", "2"])],
+    ids=["none", "one", "two that are wrong together alone"],
+)
+def test_sites_that_are_not_exact_by_themselves_are_merged(needed, merged, seed, monkeypatch):
+    """As a module would be whose backward pass brings gradients of other sites in: into the scaler that was given."""
+    real = _verify.VerificationRuns._run_scaled_step
+
+    def run(self, exponents, merged=()):
+        found = real(self, exponents, merged)
+        if needed and all(key in exponents and key not in merged for key in needed):
+            found = {name: None if value is None else value + 1 for name, value in found.items()}
+        return found
+
+    monkeypatch.setattr(_verify.VerificationRuns, "_run_scaled_step", run)
+    model, x = _network(), torch.randn(4, 6)
+    scaler = AdaptiveGradScaler(model)
+    scaler.scale(model(x).sum()).backward()
+    model.zero_grad()
+    found = verify(model, x, scaler, trials=3, seed=seed)
+    assert found.passed
+    assert found.merged == merged
+    reasons = {row.site: row.merged for row in scaler.sites() if row.site != "global"}
+    assert reasons == {key: "not exact by itself" if key in merged else None for key in ("0", "2")}
+    assert verify(model, x, "fp16-adaptive", trials=1, seed=seed).merged == merged
+
+
+def test_random_integers_reach_both_ends(seed):
+    runs = types.SimpleNamespace(_generator=torch.Generator().manual_seed(seed))
+    drawn = _verify.VerificationRuns.draw_random_integers(runs, -1, 2, 200)
+    assert (len(drawn), sorted(set(drawn))) == (200, [-1, 0, 1, 2])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_numbers_beyond_2_to_the_96_are_equal_if_their_signs_are(sign):
+    limit = sign * 2.0**96
+    for x, other, wanted in (
+        *((limit, 2 * limit, limit), (2 * limit, limit, limit), (limit * 4, limit * 2, limit)),
+        *((math.inf * sign, 2 * limit, limit), (2 * limit, -2 * limit, limit), (2 * limit, limit / 2, 2 * limit)),
+        *((limit / 2, 2 * limit, limit / 2), (1.5, 2 * limit, 1.5)),
+    ):
+        found = _clamp_where_both_are_huge(torch.tensor([x]), torch.tensor([other]))
+        assert found.tolist() == [wanted], (x, other)
+    x = torch.tensor([4 * limit])
+    assert _clamp_where_both_are_huge(x, x.repeat(2)) is x
+
+
+def test_what_is_close_to_float32_at_the_edges():
+    """Without an exact result by the norm alone and the zeros; beside it, each element and the norm."""
+    wanted, tolerance = torch.ones(4, dtype=torch.float64), SUM_ORDER_TOLERANCE
+    for share, is_close in ((0.0, True), (0.999, True), (1.001, False)):
+        assert is_close_to_float32(wanted, wanted * (1 + share * tolerance), None) is is_close
+        assert is_close_to_float32(wanted, wanted * (1 + share * tolerance), wanted.clone()) is is_close
+    one_off = wanted.clone()
+    one_off[0] += 1.5 * tolerance  # three quarters of the tolerance in the norm
+    assert is_close_to_float32(wanted, one_off, None)
+    assert not is_close_to_float32(wanted, one_off, wanted.clone())
+    small = torch.tensor([1.0, 1e-30])
+    assert not is_close_to_float32(small, torch.tensor([1.0, 0.0]), None)
+    assert not is_close_to_float32(torch.tensor([1.0, 0.0]), small, None)
+    assert is_close_to_float32(None, None, None)
+    assert not is_close_to_float32(wanted, None, None)
+    assert not is_close_to_float32(wanted, wanted * math.nan, wanted)
+    # float32's own error of an element allows as much, of its own binade and below.
+    exact = torch.tensor([1.0, 1.0, 2.0**-40], dtype=torch.float64)
+    rough = exact + torch.tensor([1e-3, 0.0, 0.0])
+    assert is_close_to_float32(rough, exact, exact)

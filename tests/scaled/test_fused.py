@@ -99,6 +99,30 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
     assert scale.item() == 2.0
 
 
+@pytest.mark.filterwarnings("ignore:no Triton kernel:RuntimeWarning")
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("of", KINDS, ids=str)
+def test_the_kernels_of_a_scale_measure_what_torch_measures(of, storage, seed):
+    """The power of two next to the root mean square, at least what the largest needs; infinities, NaN, 0 left out."""
+    limit = torch.finfo(storage).max
+    for values in (
+        *([0.5], [1.0], [1.0, 0.0], [0.75, -0.5], [1.5, 0.0, 0.0], [1.4], [1.45], [-2.0], [0.0], [-0.0, 0.0]),
+        *([256.0, *[2.0**-6] * 300_000], [math.inf, 3.0, math.nan], [math.nan], torch.randn(50).tolist()),
+    ):
+        payload = torch.tensor(values).to(of)
+        found = fused.measure_rms_scale(payload, storage, 4.0)
+        held = [abs(x) for x in payload.double().tolist() if math.isfinite(x) and x]
+        if not held:
+            assert found.item() == 4.0
+            continue
+        rms = math.sqrt(math.fsum(x * x for x in held) / len(held))
+        mantissa, exponent = math.frexp(rms)
+        wanted = 2.0 ** (exponent - (mantissa < math.sqrt(0.5)))
+        needed = max(held) / limit
+        assert found.item() == max(wanted, 2.0 ** math.ceil(math.log2(needed))), values[:3]
+        assert found.dtype == torch.float32
+
+
 def _kernels() -> list[fused.FusedKernel]:
     """A choice of kernels: every pair of storages, every mode."""
     found = [fused.FusedKernel("affine_factors", fused.choose_addmm_scale_and_factors, None, (3, 2, 3))]

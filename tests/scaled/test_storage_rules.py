@@ -16,6 +16,7 @@ from halfulp.scaled._operands import (
     choose_home_for_storage,
     find_operand_preparation,
     is_outer_broadcast,
+    round_second_moment_above_zero,
     round_to_home,
 )
 from halfulp.scaled._registry import FAMILY_BY_NAME, FAMILY_BY_OPERATOR, Family, implements, register_family
@@ -194,3 +195,21 @@ def test_an_optimizer_of_torch_trains_them_as_without(seed):
         ends.append(model.weight.detach().decode())
     moved = (ends[1] - start.weight.detach()).norm()
     assert (ends[0] - ends[1]).norm() <= 3e-2 * moved
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e5m2, torch.bfloat16, torch.float32], ids=str)
+def test_a_second_moment_of_something_is_above_0(storage):
+    """The larger of what it was and what is added keeps it so; a number below 0, which none has, does not."""
+    tiny = 2.0**-30
+    pairs = [*itertools.product([0.0, tiny, 0.5, -tiny], [0.0, tiny, 0.5, -tiny])]
+    before, added = (torch.tensor(column) for column in zip(*pairs))
+    x = ScaledTensor(before.to(storage), 1.0)
+    total = ScaledTensor(before + added, 1.0)
+    found = round_second_moment_above_zero(total, x, ScaledTensor(added, 1.0))
+    assert found.payload.dtype == storage
+    least = torch.finfo(storage).smallest_normal * torch.finfo(storage).eps
+    for payload, held, (a, b) in zip(found.payload.double().tolist(), x.payload.double().tolist(), pairs):
+        if abs(a + b) <= least / 2:
+            assert payload == (least if held >= 0 and b >= 0 and max(held, b) > 0 else 0.0), (a, b)
+        else:
+            assert payload == pytest.approx(a + b)

@@ -1,6 +1,7 @@
 """assert_precision_ok: what passes, what fails and why it says so, and that nothing is left behind."""
 
 import copy
+import math
 import random
 import types
 from collections import OrderedDict
@@ -14,6 +15,11 @@ from torch.nn import functional
 import halfulp as hu
 from halfulp import recipes
 from halfulp.testing import PrecisionError, assert_precision_ok
+from halfulp.testing._precision import (
+    ShortTraining,
+    _rank_differences_from_float32,
+    compute_default_tolerance,
+)
 
 from ..samples import drawn
 
@@ -258,13 +264,17 @@ def test_masks_of_dropout_are_the_same_in_all_runs(seed):
     assert assert_precision_ok(ours, torch.randn(32, 16), "bf16-kahan").passed
 
 
-def test_the_seed_decides_how_updates_are_rounded(seed):
-    ours, x, losses = nn.Linear(16, 8), torch.randn(32, 16), []
+def test_the_seed_decides_how_updates_are_rounded_and_where_the_twin_starts(seed):
+    ours, x, found = nn.Linear(16, 8), torch.randn(32, 16), []
+    for parameter in ours.parameters():  # bfloat16's own numbers: no seed decides how they are converted
+        nn.init.ones_(parameter)
     options = {"loss": lambda out: out.float().square().sum(), "steps": 2}
-    for own in (1, 2):
+    for own in (1, 1, 2):
         check = assert_precision_ok(ours, x, "bf16-stochastic", seed=own, **options)
-        losses += [one.relative for one in check.differences if one.name == "losses of 2 steps"]
-    assert losses[0] != losses[1]
+        found += [one for one in check.differences if one.name == "losses of 2 steps"]
+    assert found[0] == found[1]
+    assert found[0].relative != found[2].relative
+    assert found[0].allowed != found[2].allowed
 
 
 def test_batches_of_keywords_and_losses_of_the_models_own(seed):
@@ -307,3 +317,60 @@ def test_requests_that_make_no_sense_are_refused(seed):
         given = {"model": ours, "batch": x, "recipe": "bf16-kahan", **change}
         with pytest.raises(error, match=message):
             assert_precision_ok(**given)
+
+
+def test_differences_and_what_is_allowed_by_hand():
+    """Norms over float32's own, or over a floor: an eighth of the losses' terms, a tenth of the mean gradient."""
+    results = {
+        "gradient 'large'": torch.tensor([3.0, 4.0], dtype=torch.float64),
+        "gradient 'nothing'": torch.zeros(4, dtype=torch.float64),
+        "output 0": torch.tensor([0.0, 2.0], dtype=torch.float64),
+        "output 1": torch.zeros(1, dtype=torch.float64),
+        "output 2": torch.zeros(1, dtype=torch.float64),
+    }
+
+    def run(losses: list[float], **off: float | None) -> ShortTraining:
+        moved = {name: x + off.get(name.split()[-1].strip("'"), 0.0) for name, x in results.items()}
+        return ShortTraining(losses, [30.0, 40.0], moved, [], 0, [])
+
+    plain = run([0.3, 0.4])
+    twin, narrow = run([0.3, 0.9], large=0.01, **{"0": 0.5}), run([0.3, 1.4], large=0.1, nothing=0.2, **{"2": 1.0})
+    found = {one.name: one for one in _rank_differences_from_float32(plain, twin, narrow, 0.25)}
+    typical = math.sqrt(25 / 6)
+    relative = {
+        "losses of 2 steps": 1.0 / (50 / 8),
+        "gradient 'large'": 0.1 * math.sqrt(2) / 5,
+        "gradient 'nothing'": 0.2 * 2 / (0.1 * typical * 2),
+        "output 0": 0.0,
+        "output 1": 0.0,
+        "output 2": math.inf,
+    }
+    of_the_twin = dict.fromkeys(relative, 0.0) | {
+        "losses of 2 steps": 0.5 / (50 / 8),
+        "gradient 'large'": 0.01 * math.sqrt(2) / 5,
+        "output 0": 0.5 * math.sqrt(2) / 2,
+    }
+    assert {name: one.relative for name, one in found.items()} == pytest.approx(relative)
+    allowed = {name: 0.25 + 4 * off for name, off in of_the_twin.items()}
+    assert {name: one.allowed for name, one in found.items()} == pytest.approx(allowed)
+    ratios = [one.relative / one.allowed for one in found.values()]
+    assert ratios == sorted(ratios, reverse=True)
+
+
+@pytest.mark.parametrize("got", [None, torch.ones(3), torch.tensor([1.0, math.nan]), torch.tensor([-math.inf, 1.0])])
+def test_a_result_that_is_lacking_or_not_finite_is_infinitely_far(got):
+    plain, narrow = (ShortTraining([1.0], [], results, [], 0, []) for results in ({"output 0": torch.ones(2)}, {}))
+    narrow.results.update({} if got is None else {"output 0": got})
+    far = _rank_differences_from_float32(plain, plain, narrow, 0.25)[0]
+    assert (far.name, far.relative) == ("output 0", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        *(("fp32", 1e-4), ("fp64", 1e-4), ("bf16", 32 * 2.0**-7), ("fp16-mc2", 1e-4), ("fp16-kahan", 32 * 2.0**-10)),
+        *(("e8m5", 0.5), ("scaled-fp8", 0.5), ("scaled-fp16", 32 * 2.0**-10), ("fp16-adaptive", 32 * 2.0**-10)),
+    ],
+)
+def test_the_default_tolerance_is_32_spacings(name, tolerance):
+    assert compute_default_tolerance(recipes.get(name)) == tolerance

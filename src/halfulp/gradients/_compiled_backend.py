@@ -146,7 +146,7 @@ def set_forward_functions_of_backward_nodes(joint: GraphModule) -> None:
 _SUPPORTED_COMPILERS = ("inductor", "aot_eager")
 
 
-def make_torch_compile_backend(backward: BackwardHooks, name: str = "inductor") -> Callable[..., Any]:
+def make_torch_compile_backend(backward: BackwardHooks, name: str) -> Callable[..., Any]:
     """Return a backend of torch.compile for models with a scaler."""
     if name not in _SUPPORTED_COMPILERS:
         raise ValueError(f"the backend is one of {', '.join(_SUPPORTED_COMPILERS)}, got {name!r}")

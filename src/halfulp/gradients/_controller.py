@@ -291,7 +291,7 @@ class ExponentController:
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def update_exponents(self, new_global_exponent: int | None = None) -> None:
+    def update_exponents(self, new_global_exponent: int | None) -> None:
         """Set the exponents of the next iteration: the global one alone where it is given by hand."""
         global_site = self.sites.global_site
         if new_global_exponent is not None:

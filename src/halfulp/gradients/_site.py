@@ -253,7 +253,7 @@ def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, 
 
 
 def restore_amax_lost_in_moves(
-    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift_exponent: int = 0
+    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift_exponent: int
 ) -> set[Site]:
     """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
 

@@ -70,13 +70,11 @@ def _derive_primitive_rule(operator: OpOverload) -> Callable:
     return functools.partial(_run_decomposed_or_in_float64, operator)
 
 
-def run_in_float64(
-    operator: Callable[..., Any], arguments: tuple, options: dict, form: ResultType | None = None
-) -> Any:
+def run_in_float64(operator: Callable[..., Any], arguments: tuple, options: dict) -> Any:
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
     wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in PRECISION_BY_DTYPE]
-    form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
+    form = result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
     if form.is_scaled:

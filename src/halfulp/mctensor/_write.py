@@ -40,7 +40,7 @@ def choose_write_type(x: MCTensor) -> ResultType:
 
 
 def write_components(
-    x: Tensor, parts: Parts, compute_exact_result: Callable[[], Tensor] | None = None, keeps_nonzero: bool = False
+    x: Tensor, parts: Parts, compute_exact_result: Callable[[], Tensor], keeps_nonzero: bool = False
 ) -> Tensor:
     """Copy a result's components, without a scale, into x; all its views see it."""
     # compute_exact_result: makes it in float64, to tell an infinity from a finite value that does not fit.
@@ -127,14 +127,9 @@ def check_shape(x: Tensor, shape: torch.Size) -> None:
         raise RuntimeError(f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(wide)}")
 
 
-def check_no_overflow_in_place(x: MCTensor, first: Tensor, compute_exact_result: Callable[[], Tensor] | None) -> None:
+def check_no_overflow_in_place(x: MCTensor, first: Tensor, compute_exact_result: Callable[[], Tensor]) -> None:
     """Raise if a finite result became infinite in its components."""
-    if (
-        compute_exact_result is None
-        or type(first) is not Tensor
-        or first.device.type == "meta"
-        or bool(first.sum().isfinite())
-    ):
+    if type(first) is not Tensor or first.device.type == "meta" or bool(first.sum().isfinite()):
         return
     if bool((first.isinf() & compute_exact_result().isfinite()).any()):
         raise ValueError(

@@ -78,10 +78,10 @@ def read_option_number(options: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, int | float | torch.Tensor) else None
 
 
-def compute_confidence(count: int, half_count: int = 64) -> float:
+def compute_confidence(count: int, half_count: int) -> float:
     """Return how sure a number of elements or steps makes a finding: 0 without any, 1/2 at `half_count`, towards 1.
 
-    >>> compute_confidence(0), compute_confidence(64), compute_confidence(10**6)
+    >>> compute_confidence(0, 64), compute_confidence(64, 64), compute_confidence(10**6, 64)
     (0.0, 0.5, 1.0)
     """
     return 1 - 0.5 ** (count / half_count)

@@ -201,7 +201,7 @@ def check_real_number(name: str, value: object) -> None:
 NON_NEGATIVE_OPTIONS = ("lr", "eps", "weight_decay", "momentum")
 
 
-def check_hyperparameters(group: dict, not_negative: Iterable[str] = NON_NEGATIVE_OPTIONS) -> None:
+def check_hyperparameters(group: dict, not_negative: Iterable[str]) -> None:
     """Check that hyper-parameters are finite and, but for dampening, not negative; a class's own ones may be None."""
     for name in not_negative:
         if name in group and (name in NON_NEGATIVE_OPTIONS or group[name] is not None):

@@ -200,10 +200,9 @@ def read_recipe_of_model(model: nn.Module) -> Recipe:
     return found.pop()
 
 
-def is_converted(model: nn.Module, recipe: Recipe | None = None) -> bool:
-    """Return whether `convert` has converted this very module, by that recipe if one is given."""
-    record = vars(model).get(_CONVERSION_RECORD_ATTRIBUTE)
-    return record is not None and recipe in (None, record.recipe)
+def is_converted(model: nn.Module) -> bool:
+    """Return whether `convert` has converted this very module."""
+    return vars(model).get(_CONVERSION_RECORD_ATTRIBUTE) is not None
 
 
 def _list_conversion_records(model: nn.Module) -> list[_ConversionRecord]:

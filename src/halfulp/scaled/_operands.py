@@ -175,7 +175,7 @@ LEAST_OUTLIER = 2.0**24
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
 
 
-def is_known_free_of_outliers(x: Tensor, outlier_magnitude: float, only_negative: bool = True) -> bool:
+def is_known_free_of_outliers(x: Tensor, outlier_magnitude: float, only_negative: bool) -> bool:
     """Return whether values are concrete and none is as large as what stands for infinity."""
     if not (_powers.has_readable_values(x) and not x.requires_grad and x.dtype == torch.float32 and x.numel()):
         return False

@@ -349,3 +349,50 @@ def test_the_largest_demand_holds_and_then_the_smallest_limit(seed):
     for proposals, wanted in (([(5, 20), (9, 30)], 9), ([(5, 7), (9, 30)], 7), ([(2, 1)], 1), ([], None)):
         site.proposed_bounds = proposals
         assert policy.exponent(site) == wanted
+
+
+ENDS = {
+    "Amax.headroom": (lambda x: Amax(headroom=x), 0, 30),
+    "Amax.measurements": (lambda x: Amax(measurements=x), 1, 64),
+    "Measured.headroom": (lambda x: Measured(headroom=x), 0, 30),
+    "Dynamic.growth_interval": (lambda x: Dynamic(growth_interval=x), 1, 10**9),
+    "RisingFloor.growth_interval": (lambda x: RisingFloor(growth_interval=x), 1, 10**9),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_option_is_an_integer_between_its_ends(name):
+    make, low, high = ENDS[name]
+    field = name.partition(".")[2]
+    for allowed in (low, high):
+        assert getattr(make(allowed), field) == allowed
+    for refused in (low - 1, high + 1, 2.0, True, "3"):
+        with pytest.raises(ValueError, match=f"{field} is an integer from {low} to {high}, got {refused!r}"):
+            make(refused)
+
+
+@pytest.mark.parametrize(
+    ("floors", "is_allowed"),
+    [
+        *((((0, 1),), True), (((0, 5), (1, 3)), True)),
+        *((((-1, 1),), False), (((4, 1), (4, 2)), False), (((5, 1), (4, 2)), False)),
+    ],
+)
+def test_floors_rise_by_their_steps(floors, is_allowed):
+    if is_allowed:
+        policy = RisingFloor(floors=floors)
+        steps = [step for step, _ in floors]
+        for step in range(6):
+            floor = max([low for start, low in floors if step >= start])
+            assert policy.global_exponent(-9, False, 1, step) == floor
+        assert policy.global_exponent(7, False, policy.growth_interval, steps[-1]) == 8
+    else:
+        with pytest.raises(ValueError, match="by rising steps"):
+            RisingFloor(floors=floors)
+
+
+@pytest.mark.parametrize(("since", "exponent"), [(2, 5), (3, 6), (4, 6)])
+def test_a_dynamic_scale_doubles_after_its_interval_and_not_a_step_before(since, exponent):
+    policy = Dynamic(growth_interval=3)
+    assert policy.global_exponent(5, False, since, 10) == exponent
+    assert policy.global_exponent(5, True, since, 10) == 4

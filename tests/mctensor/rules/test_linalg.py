@@ -41,6 +41,41 @@ def test_products_give_the_matrix_back(dtype, seed):
         assert _largest(a.triu(1) @ upper + upper - b) <= 64 * bound
 
 
+OF_STACKS = {
+    "solve": lambda a, b: torch.linalg.solve(a, b),
+    "solve from the right": lambda a, b: torch.linalg.solve(a, b.mT, left=False),
+    "inv": lambda a, b: torch.linalg.inv(a),
+    "det": lambda a, b: torch.linalg.det(a),
+    "slogdet": lambda a, b: torch.stack(torch.linalg.slogdet(a), -1),
+    "cholesky": lambda a, b: torch.linalg.cholesky(a @ a.mT),
+    "cholesky, upper": lambda a, b: torch.linalg.cholesky(a @ a.mT, upper=True),
+    "cholesky_solve": lambda a, b: torch.cholesky_solve(b, a.tril()),
+    "cholesky_solve, upper": lambda a, b: torch.cholesky_solve(b, a.triu(), upper=True),
+    "qr": lambda a, b: torch.cat(torch.linalg.qr(a), -1),
+    **{
+        f"solve_triangular, {upper}, {left}, {ones}": lambda a, b, upper=upper, left=left, ones=ones: (
+            torch.linalg.solve_triangular(a, b if left else b.mT, upper=upper, left=left, unitriangular=ones)
+        )
+        for upper in (False, True)
+        for left in (False, True)
+        for ones in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", OF_STACKS)
+def test_a_stack_has_the_results_of_its_matrices(name, seed):
+    a = torch.stack([_matrix(torch.float64, 3) for _ in range(4)]).unflatten(0, (2, 2))
+    b = MCTensor.encode(torch.randn(2, 2, 3, 2, dtype=torch.float64), 2)
+    function = OF_STACKS[name]
+    with strict():
+        found = function(a, b)
+        for i, j in ((0, 0), (0, 1), (1, 1)):
+            assert torch.equal(found[i, j], function(a[i, j], b[i, j]))
+    wanted = function(a.decode(), b.decode())
+    assert torch.allclose(found.decode(), wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("gradients", ["first", "components"])
 @pytest.mark.parametrize(
     "function",

@@ -81,3 +81,29 @@ def test_a_number_fills_rows_with_all_its_digits(seed):
     with strict():
         found = x.index_fill(0, rows, 1 / 3)
     assert torch.equal(found.decode(torch.float64), x.decode(torch.float64).index_fill(0, rows, 1 / 3))
+
+
+IN_A_MEMORY_FORMAT = {
+    "to": lambda x, format: x.to(memory_format=format, copy=True),
+    "to float64": lambda x, format: x.to(torch.float64, memory_format=format),
+    "to float16": lambda x, format: x.to(torch.float16, memory_format=format),
+    "to integers": lambda x, format: x.to(torch.int32, memory_format=format),
+    "clone": lambda x, format: x.clone(memory_format=format),
+    "contiguous": lambda x, format: x.contiguous(memory_format=format),
+    "zeros_like": lambda x, format: torch.zeros_like(x, memory_format=format),
+}
+
+
+@pytest.mark.parametrize("formats", [("channels_last",), ("channels_last", "contiguous_format")], ids=str)
+@pytest.mark.parametrize("name", IN_A_MEMORY_FORMAT)
+def test_memory_formats_are_torchs(name, formats, seed):
+    """Of the tensor, and of each component."""
+    plain = torch.randn(2, 3, 4, 5, dtype=torch.float32)
+    wanted, found = plain, MCTensor.encode(plain, 2)
+    for format in formats:
+        wanted, found = (IN_A_MEMORY_FORMAT[name](x, getattr(torch, format)) for x in (wanted, found))
+    assert found.stride() == wanted.stride()
+    if isinstance(found, MCTensor):
+        assert all(part.stride() == wanted.stride() for part in found.components)
+        found = found.decode(wanted.dtype)
+    assert torch.equal(found, wanted)

@@ -5,6 +5,7 @@ import copy
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -245,3 +246,35 @@ def test_a_mixture_of_experts_trains(components, dtype, bound, seed):
         losses.append(float(loss.detach()))
     assert losses[1] < 2
     assert losses[0] == pytest.approx(losses[1], rel=bound)
+
+
+SUMS_OF_PRODUCTS = {
+    "addmm": (torch.addmm, (3, 2), (3, 4), (4, 2)),
+    "addmm of a row": (torch.addmm, (2,), (3, 4), (4, 2)),
+    "addmv": (torch.addmv, (3,), (3, 4), (4,)),
+    "addr": (torch.addr, (3, 2), (3,), (2,)),
+    "baddbmm": (torch.baddbmm, (5, 3, 2), (5, 3, 4), (5, 4, 2)),
+    "addbmm": (torch.addbmm, (3, 2), (5, 3, 4), (5, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("gradients", ["first", "components"])
+@pytest.mark.parametrize("alpha", [1, -0.7])
+@pytest.mark.parametrize("beta", [0, 1, 0.3])
+@pytest.mark.parametrize("name", SUMS_OF_PRODUCTS)
+def test_factors_of_a_sum_of_products(name, beta, alpha, gradients, seed):
+    """By exact rationals; a start that is not finite does not count beside a factor 0."""
+    function, *shapes = SUMS_OF_PRODUCTS[name]
+    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    start, a, b = (MCTensor.encode(x, 2, gradients=gradients) / 3 for x in values)
+    if beta == 0:
+        start = start * math.inf
+    found = function(start, a, b, beta=beta, alpha=alpha)
+    assert found.gradients == gradients
+    exactly = [np.array(exact(x), dtype=object).reshape(x.shape) for x in (a, b)]
+    product = np.multiply.outer(*exactly) if name == "addr" else exactly[0] @ exactly[1]
+    wanted = Fraction(alpha) * (product.sum(0) if name == "addbmm" else product)
+    if beta:
+        wanted = wanted + Fraction(beta) * np.array(exact(start), dtype=object).reshape(start.shape)
+    worst = max(abs(x - y) for x, y in zip(exact(found), wanted.flatten().tolist()))
+    assert worst <= 2.0**-98

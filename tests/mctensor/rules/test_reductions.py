@@ -50,3 +50,30 @@ def test_a_data_loader_keeps_all_components(workers):
     for number, batch in enumerate(loader):
         for name in ("x", "h"):
             assert torch.equal(batch[name], torch.stack([Items()[2 * number + k][name] for k in range(2)]))
+
+
+OUT_OF_RANGE = {
+    "index_add": lambda x, at, rows: x.index_add(0, at, rows),
+    "index_add_": lambda x, at, rows: x.clone().index_add_(0, at, rows),
+    "scatter_add": lambda x, at, rows: x.scatter_add(0, at[:, None].expand(rows.shape), rows),
+    "index_put": lambda x, at, rows: x.index_put((at,), rows, accumulate=True),
+    "index_copy": lambda x, at, rows: x.index_copy(0, at, rows),
+    "index_fill": lambda x, at, rows: x.index_fill(0, at, 1.0),
+    "index_select": lambda x, at, rows: x.index_select(0, at),
+    "gather": lambda x, at, rows: x.gather(0, at[:, None].expand(rows.shape)),
+    "embedding": lambda x, at, rows: torch.nn.functional.embedding(at, x),
+}
+
+
+@pytest.mark.parametrize("number", [-4, -1, 3, 4])
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_an_index_out_of_range_is_refused_where_torch_refuses_it(name, number, seed):
+    x, rows, at = *torch.randn(2, 3, 2, dtype=torch.float64), torch.tensor([number, 0, 1])
+    components = [MCTensor.encode(part, 2) / 3 for part in (x, rows)]
+    try:
+        wanted = OUT_OF_RANGE[name](x / 3, at, rows / 3)
+    except (IndexError, RuntimeError):
+        with pytest.raises((IndexError, RuntimeError)):
+            OUT_OF_RANGE[name](components[0], at, components[1])
+    else:
+        assert torch.allclose(OUT_OF_RANGE[name](components[0], at, components[1]).decode(), wanted)

@@ -1,12 +1,29 @@
-"""Records made by hand: a parameter, a tensor or steps with the fields that a test is about."""
+"""Records made by hand: a parameter, a tensor or steps with the fields that a test is about.
 
+What is found in each, to the last number and word, is on record in tests/vectors/findings.json, under the finding's
+code and a digest of the record.
+"""
+
+import dataclasses
+import hashlib
+import json
 from typing import Any
 
 import torch
 
 from halfulp.observation._finding import Finding
-from halfulp.observation._record import ParameterRecord, RealisedChanges, Record, StepRecord, TensorRecord
+from halfulp.observation._record import (
+    ParameterRecord,
+    RealisedChanges,
+    Record,
+    StepRecord,
+    TensorRecord,
+    record_to_plain_data,
+    to_plain_data,
+)
 from halfulp.observation.findings import FINDING_KINDS
+
+from ...records import REMEDY, list_differences, read_record
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -68,8 +85,18 @@ def with_scale(record: Record, scales: list[float] = [65536.0], **fields: Any) -
 
 
 def found(code: str, record: Record) -> list[Finding]:
-    """What one code finds."""
-    return list(FINDING_KINDS[code]().find_in_record(record))
+    """What one code finds, after a look whether it is that on record."""
+    there = list(FINDING_KINDS[code]().find_in_record(record))
+    if there:
+        digest = hashlib.sha256(json.dumps(record_to_plain_data(record)).encode()).hexdigest()
+        told = [
+            {field.name: value for field in dataclasses.fields(one) if (value := getattr(one, field.name))}
+            for one in there
+        ]
+        told = [to_plain_data({key: value for key, value in one.items() if key != "code"}) for one in told]
+        differing = list_differences(told, read_record("findings", f"{code} {digest[:12]}", told), 1e-9, code)
+        assert not differing, REMEDY
+    return there
 
 
 def severity(code: str, record: Record) -> str | None:

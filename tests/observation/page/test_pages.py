@@ -19,9 +19,15 @@ from halfulp.observation.page._pages import (
     describe_history,
     find_format_range,
     make_cause_cards,
+    make_changes_lost_cell,
+    make_count_cell,
     make_history_panels,
     make_magnitude_map_data,
+    make_movement_kept_cell,
+    make_number_cell,
+    make_share_cell,
 )
+from halfulp.pages import Cell
 
 
 @pytest.fixture(scope="module")
@@ -309,3 +315,33 @@ def test_pages_and_terminal_say_powers_of_two_and_shares_lost(
         assert not WORDS_OF_BEFORE.search(re.sub(r"'realised'", "", said))
     for kind in FINDING_KINDS.values():
         assert not WORDS_OF_BEFORE.search(f"{kind.__doc__} {kind.cure} {kind.says}")
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "bar", "tone"),
+    [
+        *((0.0, "0%", 0, ""), (0.0999, "10%", 0.0999, ""), (0.1, "10%", 0.1, "open"), (0.4999, "50%", 0.4999, "open")),
+        *((0.5, "50%", 0.5, "bad"), (1.0, "100%", 1, "bad"), (1.25, "125%", 1, "bad"), (-0.25, "-25%", 0, "")),
+    ],
+)
+def test_the_bar_of_a_lost_share_has_the_colour_of_how_bad_it_is(part, text, bar, tone) -> None:
+    assert make_share_cell(part, bar=True, lost=True, title="t") == Cell(text, sort=part, bar=bar, tone=tone, title="t")
+    assert make_share_cell(part, bar=True) == Cell(text, sort=part, bar=bar)
+    assert make_share_cell(part, lost=True) == make_share_cell(part) == Cell(text, sort=part)
+
+
+def test_a_cell_is_sorted_by_its_number_and_one_without_stands_last() -> None:
+    unknown = Cell("–", sort="")
+    assert make_number_cell(1234.5) == Cell("1.23e+03", sort=1234.5)
+    assert make_count_cell(1234, "title") == Cell("1,234", sort=1234, title="title")
+    assert make_number_cell(None) == make_number_cell("inf") == make_share_cell(None) == unknown
+    lost = {"seen": 1200, "cancelled": 900, "known": True, "lost_share": 0.75, "realised_share": 0.25}
+    of_all = "900 of 1,200 sampled"
+    assert make_changes_lost_cell(lost) == Cell("75%", sort=0.75, title=of_all)
+    assert make_changes_lost_cell(lost, bar=True) == Cell("75%", sort=0.75, bar=0.75, tone="bad", title=of_all)
+    counted = f"{of_all}; counted where the gradient is not zero"
+    assert make_changes_lost_cell({**lost, "known": False}).title == counted
+    assert make_changes_lost_cell({**lost, "seen": 0}) == make_changes_lost_cell(None) == unknown
+    assert make_movement_kept_cell(lost) == Cell("25%", sort=0.25, bar=0.25)
+    assert make_movement_kept_cell({**lost, "realised_share": None}).text == "not known"
+    assert make_movement_kept_cell(None) == unknown

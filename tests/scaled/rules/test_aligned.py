@@ -290,3 +290,24 @@ def test_an_encoded_mask_saturates_beside_scores_of_any_size(number, storage):
             assert (masked.decode()[2:] <= -128).all()
             assert torch.allclose(masked.softmax(0).decode(), wanted, atol=2e-2)
     assert (torch.zeros_like(x) + m).tolist() == m.tolist()
+
+
+@pytest.mark.parametrize(
+    ("storage", "least"),
+    [
+        *((torch.float16, 2.0**-24), (torch.float8_e5m2, 2.0**-16), (torch.float8_e4m3fn, 0.0)),
+        *((torch.bfloat16, 2.0**-30), (torch.float32, 2.0**-30)),
+    ],
+    ids=str,
+)
+def test_a_sum_of_one_sign_is_no_0_where_the_smallest_number_is_as_good_as_0(storage, least):
+    """Beside 64: in e4m3, whose smallest number is not, and of two signs, it may be one."""
+    large = ScaledTensor(torch.tensor([64.0, 0.0, -0.0, 0.0, 2.0**-9]).to(storage), 1.0)
+    small = ScaledTensor(torch.tensor([0.0, 1.0, -1.0, 0.0, 1.0]).to(storage), 2.0**-30)
+    for found in (large + small, small + large, large.clone().add_(small), torch.add(large, small, alpha=1)):
+        assert found.scale.item() == 1.0
+        payload = found.payload.double()
+        assert payload[:4].tolist() == [64.0, least, -least, 0.0]
+        assert payload[4].item() == large.payload.double()[4].item() + (2.0**-30 if storage == torch.float32 else 0)
+    wide = storage in (torch.bfloat16, torch.float32)
+    assert (large - small).payload.double()[:3].tolist() == [64.0, -least if wide else 0.0, least if wide else 0.0]

@@ -1,5 +1,8 @@
 """Products, convolutions and linear algebra of scaled tensors."""
 
+import itertools
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,7 @@ from torch.nn import functional
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._powers_of_two import SCALE_OF_ZEROS
+from halfulp.scaled._powers_of_two import LARGEST_SCALE, SCALE_OF_ZEROS
 from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
@@ -406,3 +409,33 @@ def test_products_of_another_dtype_are_refused_with_the_remedy(name, seed, needs
     given = (x, x, x) if "add" in name else (x, x)
     with pytest.raises(NotImplementedError, match=r"take no out_dtype=: convert the result, \(a @ b\)\.to\(dtype\)"):
         getattr(torch, name)(*given, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["mul", "div", "matmul", "addcmul", "addcdiv"])
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_products_and_quotients_under_scales_at_the_edges(name, storage):
+    """Exact wherever the result is in float32's range, under the smallest scale and the largest too."""
+    numbers = [1.5, -1.25, 1.0]
+    edges = [SCALE_OF_ZEROS, 2.0**-60, 1.0, 2.0**60, LARGEST_SCALE]
+    for first, second in itertools.product(edges, edges):
+        exact = Fraction(first) * (1 / Fraction(second) if "div" in name else Fraction(second))
+        if not 2.0**-126 <= exact <= 2.0**125:
+            continue
+        x, y = (ScaledTensor(torch.tensor(numbers[:2]).to(storage), scale) for scale in (first, second))
+        start = ScaledTensor(torch.zeros(2).to(storage), 1.0)
+        one = 1.0 if storage == torch.float32 else 0.75  # whose third no storage holds
+        if "div" in name:
+            y = ScaledTensor(torch.tensor([0.5, 2.0]).to(storage), second)
+            wanted = [3.0, -0.625]
+        else:
+            wanted = [2.25, 1.5625]
+        if name == "matmul":
+            found, wanted = x @ y, [sum(wanted)]
+        elif name in ("mul", "div"):
+            found = getattr(torch, name)(x, y)
+        else:
+            found, wanted = getattr(torch, name)(start, x, y, value=one), [one * value for value in wanted]
+        got = [Fraction(value) * Fraction(found.scale.item()) for value in found.payload.double().reshape(-1).tolist()]
+        near = 2.0 ** -{torch.float16: 9, torch.bfloat16: 6, torch.float32: 22}[storage]
+        for ours, value in zip(got, wanted, strict=True):
+            assert abs(ours - Fraction(value) * exact) <= near * abs(Fraction(value) * exact), (first, second)

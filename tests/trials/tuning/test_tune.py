@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 
 import pytest
 import torch
@@ -147,3 +148,64 @@ def test_candidates_have_names_of_their_own_and_rise_in_bytes(rule: str) -> None
     for candidate in left:
         if candidate.recipe.name in hu.recipes.names():
             assert candidate.recipe == hu.recipes.get(candidate.recipe.name)
+
+
+class Rehearsal:
+    """A run whose first seed and whose three seeds have given rows, beside a float32 whose loss is 2."""
+
+    def __init__(self, first: dict, whole: dict) -> None:
+        self.rows, self.trained = [first, whole], []
+
+    def train_trials_without_result(self, trials) -> None:
+        self.trained.append([trial.seed for trial in trials])
+
+    def make_evidence(self):
+        common = {"diverged": 0, "seeds": len(self.trained[-1]), "interval": None, "tolerance": 0.25}
+        own = {**common, **self.rows[len(self.trained) - 1]}
+        rows = {"fp32": types.SimpleNamespace(loss=-2.0), "bf16": types.SimpleNamespace(**own)}
+        return types.SimpleNamespace(row=lambda task, name: rows[name])
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "first", "gap", "interval", "outcome"),
+    [
+        # None: the rows' own tolerance, 0.25; 0.125 of float32's 2 is the same. A first seed may be three times as far.
+        (None, 0.75, 0.0, 0.25, "holds"),
+        (0.125, 0.75, 0.0, 0.25, "holds"),
+        (None, 0.7501, None, None, "worse"),
+        (0.125, 0.7501, None, None, "worse"),
+        (None, 0.0, 0.125, 0.125, "holds"),
+        (0.125, 0.0, 0.125, 0.125, "holds"),
+        (None, 0.0, 0.125, 0.126, "unclear"),
+        (0.125, 0.0, 0.125, 0.126, "unclear"),
+        # As `compare` judges: a gap beyond its interval, above or below float32; or above the tolerance for certain.
+        (None, 0.0, 0.0625, 0.03125, "worse"),
+        (0.125, 0.0, 0.0625, 0.03125, "holds"),
+        (None, 0.0, -0.5, 0.25, "holds"),
+        (0.125, 0.0, -0.5, 0.25, "holds"),
+        (None, 0.0, -0.25, 0.25, "unclear"),
+        (0.125, 0.0, -0.25, 0.25, "holds"),
+        (0.125, 0.0, 0.5, 0.25, "unclear"),
+        (0.125, 0.0, 0.5001, 0.25, "worse"),
+    ],
+)
+def test_outcomes_at_their_edges(tolerance, first, gap, interval, outcome) -> None:
+    run = Rehearsal({"gap": first}, {"gap": gap, "interval": interval})
+    candidate = _tune.Candidate(hu.recipes.get("bf16"), 4.0)
+    found = _tune._train_and_judge_candidate(candidate, hu.trials.tasks.get("digits"), (5, 6, 7), 3, tolerance, run)
+    assert (found.outcome, found.gap) == (outcome, first if gap is None else gap)
+    assert run.trained == ([[5]] if gap is None else [[5], [5, 6, 7]])
+    assert found.why == ("its first seed is 3 times the tolerance above float32" if gap is None else found.why)
+    assert ("more of them (seeds=) would tell" in found.why) is (outcome == "unclear")
+    assert (found.recipe, found.bytes_per_parameter) == (candidate.recipe, 4.0)
+
+
+@pytest.mark.parametrize("lost", [{"diverged": 2, "gap": None}, {"diverged": 1, "gap": 0.0}])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_candidate_that_diverges(lost, late) -> None:
+    run = Rehearsal({"gap": 0.0} if late else lost, lost)
+    found = _tune._train_and_judge_candidate(
+        _tune.Candidate(hu.recipes.get("bf16"), 4.0), hu.trials.tasks.get("digits"), (0, 1, 2), 3, None, run
+    )
+    assert (found.outcome, found.gap) == ("diverged", None)
+    assert found.why == f"its loss is not finite from {lost['diverged']} of {3 if late else 1} seeds"

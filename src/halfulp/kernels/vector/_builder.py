@@ -193,7 +193,7 @@ class VectorBuilder:
 
     def load_word(self, address, k: int):
         """Load word k of a table of 64-bit integers."""
-        return self.b.load(self.pointer(address, self.int64(k), self.i64), align=8)
+        return self.b.load(self.pointer(address, self.int64(k), self.i64))
 
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
         """Load elements from index i of an array, as integers of their size."""

@@ -129,7 +129,7 @@ class PointerTableLoop(VectorBuilder):
                 own = b.mul(self.load_word_at(rows, row, 0), self.int64(table.constant_count * size))
                 for name, kind in self.constant_inputs:
                     place = self.pointer(b.add(constants, own), self.int64(name[1]), self.make_type_of_kind(kind, 1))
-                    self.set_scalar_input(name, b.load(place, align=size))
+                    self.set_scalar_input(name, b.load(place))
             if table.random_stream_function:
                 # The counter of the chunk's first element, and the stream's own word if it has one.
                 key, start = self.load_word_at(keys, row, 0), table.random_stream_function
@@ -146,7 +146,7 @@ class PointerTableLoop(VectorBuilder):
             reduced = [self.reduce_total_lanes(how, totals[2 * k :][:2]) for k, (how, _) in enumerate(self.trace.sums)]
             for k, total in enumerate(reduced):
                 place = self.pointer(sums, b.add(b.mul(c, self.int64(table.sum_column_count)), self.int64(k)), self.f64)
-                b.store(total, place, align=8)
+                b.store(total, place)
         if table.uses_nontemporal_stores:
             b.fence("seq_cst")  # such stores are in no order with others
 
@@ -156,7 +156,7 @@ class PointerTableLoop(VectorBuilder):
 
     def load_word_at(self, table, first, k: int):
         """Load word k behind the first of a table of 64-bit integers."""
-        return self.b.load(self.pointer(table, self.b.add(first, self.int64(k)), self.i64), align=8)
+        return self.b.load(self.pointer(table, self.b.add(first, self.int64(k)), self.i64))
 
     def list_element_offsets_of_lanes(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
@@ -257,9 +257,8 @@ class PointerTableLoop(VectorBuilder):
         b = self.b
         with self.loop(self.int64(0), count, 1) as j:
             for array in self.stores:
-                value = b.load(b.gep(self.padded_copies[array], [j]), align=array.bits // 8)
-                to = self.pointer(bases[array], j, self.ir.IntType(array.bits))
-                b.store(value, to, align=array.bits // 8)
+                value = b.load(b.gep(self.padded_copies[array], [j]))
+                b.store(value, self.pointer(bases[array], j, self.ir.IntType(array.bits)))
 
     # blocks ----------------------------------------------------------------------------------------------------
 
@@ -317,8 +316,7 @@ class PointerTableLoop(VectorBuilder):
             last = b.bitcast(b.gep(self.padded_copies[array], [vectors]), vector.as_pointer())
             b.store(self.ir.Constant(vector, None), last, align=align)
             with self.loop(vectors, size, 1) as j:
-                value = b.load(self.pointer(bases[array], j, kind), align=align)
-                b.store(value, b.gep(self.padded_copies[array], [j]), align=align)
+                b.store(b.load(self.pointer(bases[array], j, kind)), b.gep(self.padded_copies[array], [j]))
 
     def round_up_to_vectors(self, size):
         """Return how far the loops over a block go: over whole vectors."""
@@ -337,7 +335,7 @@ class PointerTableLoop(VectorBuilder):
                     row = b.gep(self.lane_maxima[line], [b.mul(k, self.int64(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
-                    b.store(self.reduce_lanes("umax", words), b.gep(self.block_result_buffers[line], [k]), align=4)
+                    b.store(self.reduce_lanes("umax", words), b.gep(self.block_result_buffers[line], [k]))
         self.compute_block_results()
         late = phases.lines_after_largest | phases.per_block_lines
         late_loads = self.list_loaded_arrays(phases.lines_after_largest)
@@ -473,12 +471,12 @@ class PointerTableLoop(VectorBuilder):
     def load_block_results(self, k, bases: dict) -> dict:
         """Load what was computed from a block's largest words, spread over all lanes; store its outputs."""
         b = self.b
-        results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.block_result_buffers.items()}
+        results = {line: b.load(b.gep(buffer, [k])) for line, buffer in self.block_result_buffers.items()}
         for array, line in self.stores.items():
             if array.per_block:
                 word, kind = results[line], self.ir.IntType(array.bits)
                 word = word if array.bits == 32 else b.trunc(word, kind)
-                b.store(word, self.pointer(bases[array], self.int64(0), kind), align=array.bits // 8)
+                b.store(word, self.pointer(bases[array], self.int64(0), kind))
         for line in results:
             if self.trace.kinds[line] == "mask":
                 results[line] = b.trunc(results[line], self.ir.IntType(1))
@@ -493,9 +491,7 @@ class PointerTableLoop(VectorBuilder):
         b, shared = self.b, {}
         for array in self.loads:
             if array.per_block:
-                word = b.load(
-                    self.pointer(bases[array], self.int64(0), self.ir.IntType(array.bits)), align=array.bits // 8
-                )
+                word = b.load(self.pointer(bases[array], self.int64(0), self.ir.IntType(array.bits)))
                 word = word if array.bits == 32 else b.zext(word, self.i32)
                 shared[array] = [self.splat(word, self.lanes)] * 2
         return shared
@@ -599,7 +595,7 @@ class PointerTableLoop(VectorBuilder):
                 number, *words = (x if x.type == self.i64 else b.zext(x, self.i64) for x in loaded)
                 counter = b.gep(to, [b.add(number, self.int64(copy_stride * copy))])
                 more = self.int64(constant) if constant is not None else words[0]
-                b.store(b.add(b.load(counter, align=8), more), counter, align=8)
+                b.store(b.add(b.load(counter), more), counter)
 
             if limit is None:
                 for k in range(self.width):

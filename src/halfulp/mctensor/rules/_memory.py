@@ -38,6 +38,8 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
     """Convert to another device or to components of another dtype, as many as before; to others as a plain tensor."""
+    if memory_format not in (None, torch.preserve_format):
+        return to_copy(x, dtype=dtype, device=device, **options).contiguous(memory_format=memory_format)
     if dtype is not None and dtype not in PRECISION_BY_DTYPE:
         return convert_to_plain(x, dtype).to(device=device)
     if wants_plain_result_from(x):
@@ -48,7 +50,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
         scale = None if x._scale is None else x._scale.to(**move)
         x = wrap_components(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
     if dtype is None or dtype == x.dtype:
-        return clone(x, memory_format=memory_format)
+        return clone(x)
     parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)

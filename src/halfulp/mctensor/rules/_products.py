@@ -193,7 +193,7 @@ def _run_matrix_function(function: Callable, operands: tuple, form: ResultType) 
     return tuple(make_result(result, form) for result in results)
 
 
-def _factorize_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
+def _factorize_for_backward(a: Any, turned: bool) -> tuple[Tensor, Tensor]:
     """Return LU factors and pivots for the backward pass (`turned`: of a contiguous a's transpose), if there is one."""
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)

@@ -34,7 +34,7 @@ from .._result_type import (
 from ._memory import insert_elements
 
 
-def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
+def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Run one of arithmetic's reductions over any dimensions."""
     if dtype is not None and dtype not in PRECISION_BY_DTYPE:
         raise TypeError(
@@ -194,7 +194,8 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     if x.dim() == 0:
         return x + source.sum() * alpha
     source = source if alpha == 1 else source * alpha
-    rows = torch.where(index < 0, index + x.shape[dim], index).reshape(-1)
+    places = torch.arange(x.shape[dim], device=index.device, dtype=torch.int64)
+    rows = places.index_select(0, index.reshape(-1))  # refuses what is out of range, as torch does
     return add_rows_at_indices(x.transpose(0, dim), rows, source.transpose(0, dim)).transpose(0, dim)
 
 

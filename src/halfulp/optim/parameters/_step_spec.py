@@ -233,7 +233,7 @@ def choose_step_spec(
     )
 
 
-def _choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
+def _choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool) -> Store:
     """Return the store of a parameter of some dtype, or of a scaled parameter's payload."""
     if scaled:
         if format_store is not None:

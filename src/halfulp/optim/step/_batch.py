@@ -367,7 +367,7 @@ class PlanCache:
         options: PlanOptions,
         name: str,
         stream_id: int,
-        gradient: torch.Tensor | None = None,
+        gradient: torch.Tensor | None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more."""
         known, part, index_map = self.get(parameter), get_payload(parameter), find_index_map(parameter)

@@ -25,7 +25,7 @@ def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
 def agree_on_scales(
     tensors: Sequence[ScaledTensor],
     find_largest: Callable[[Tensor], Tensor],
-    terms: int = 1,
+    terms: int,
     storage: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Return scales that all ranks agree on in one message: the largest of each, with room for a sum."""

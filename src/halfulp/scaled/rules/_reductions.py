@@ -33,7 +33,7 @@ def count_summed_elements(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
 
 
-def choose_sum_divisor(x: Tensor, dims: Sequence[int] | int | None = None) -> float:
+def choose_sum_divisor(x: Tensor, dims: Sequence[int] | int | None) -> float:
     """Return the power of two below the square root of the number of terms."""
     return round_root_to_power_of_two(count_summed_elements(x, dims))
 

@@ -22,7 +22,7 @@ def format_number(value: float | None, digits: int = 4, sign: bool = False) -> s
     return text.replace("-", "−")
 
 
-def format_with_spread(value: float | None, spread: float | None, digits: int | None = 4, sign: bool = False) -> str:
+def format_with_spread(value: float | None, spread: float | None, digits: int | None, sign: bool = False) -> str:
     """Return a mean and, from two seeds on, its spread; with two significant digits where none are fixed.
 
     >>> format_with_spread(1.5, 0.02, 2), format_with_spread(1.5, None, 2), format_with_spread(2.8e-11, 1e-12, None)
