@@ -80,7 +80,7 @@ def scores(method: str, seed: int, power: int = 0, shift: int = 0) -> tuple[floa
         return float("inf"), 0.0
     model = start(seed, 0)
     model.load_state_dict(found)
-    measured = evaluate_model(model, task.loss, data.validation)
+    measured = evaluate_model(task, model, task.loss, data.validation)
     return float("inf") if measured["loss"] is None else measured["loss"], measured["accuracy"]
 
 

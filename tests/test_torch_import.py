@@ -27,7 +27,7 @@ def test_files_and_operators_are_found_without_another_import(order, tmp_path, i
     run = in_bare_process if order == "import torch, halfulp" else in_a_fresh_process
     x = hu.MCTensor.encode(torch.tensor([0.1, -2.0], dtype=torch.float64), components=2, dtype=torch.float64)
     s = hu.ScaledTensor.encode(torch.tensor([1.0, 3.0], dtype=torch.float32), dtype=torch.float8_e5m2)
-    torch.save({"x": x, "s": s}, tmp_path / "file.pt")
+    torch.save({"x": x, "s": s, "update": hu.optim.Kahan()}, tmp_path / "file.pt")
     assert "[0.1, -2.0] [1.0, 3.0]" in run(
         f"""
         import sys
@@ -38,6 +38,7 @@ def test_files_and_operators_are_found_without_another_import(order, tmp_path, i
         assert not any("halfulp" in getattr(finder, "__module__", "") for finder in sys.meta_path)
         found = torch.load(sys.argv[1], weights_only=True)
         assert type(found["x"]).__name__ == "MCTensor" and type(found["s"]).__name__ == "ScaledTensor"
+        assert found["update"].name == "kahan"
         print(found["x"].decode().tolist(), found["s"].decode().tolist())
         assert torch.ops.halfulp.quantize.default.name() == "halfulp::quantize"
         assert not hasattr(torch.ops.halfulp, "no_such_operator")

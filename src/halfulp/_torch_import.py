@@ -11,10 +11,11 @@ from typing import Any
 
 from ._torch_floor import is_older
 
-# The functions that files of torch.save name, under the names that the files hold.
+# The functions that files of torch.save name, under the names that the files hold; each checks what it is given.
 REBUILD_FUNCTIONS_OF_SAVED_TENSORS = (
     "halfulp.mctensor._mctensor.rebuild_mctensor",
     "halfulp.scaled._scaled_tensor.rebuild_scaled_tensor",
+    "halfulp.optim.weight_updates._weight_update.find_weight_update",
 )
 # The packages that define operators, halfulp::name, when they are imported.
 SUBPACKAGES_DEFINING_OPERATORS = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")

@@ -888,3 +888,31 @@ def test_a_second_pass_after_unscaling_is_stepped_with_unscaled_or_refused(to_no
         return
     scaler.step(optimizer)
     assert_equal(grads_of(model), first)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_gradients_of_an_iteration_that_has_ended_are_not_divided_by_the_scale_of_the_next(unscales):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    scaler = hu.AdaptiveGradScaler(model)
+    one, other = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    scaler.scale(model(torch.ones(3, 4)).square().mean()).backward()
+    if unscales:
+        scaler.unscale_(other)
+    scaler.step(one)
+    scaler.update()
+    scale = scaler.get_scale()  # as for a log
+    with pytest.raises(ValueError, match=r"there is nothing to unscale.*Step all optimizers of one pass before"):
+        scaler.step(other)
+    for way in ("new memory", "a write", "another tensor"):
+        scaler.get_scale()
+        for parameter in model[1].parameters():
+            if way == "new memory":
+                parameter.grad.data = torch.full_like(parameter, scale)
+            elif way == "a write":
+                parameter.grad.fill_(scale)
+            else:
+                parameter.grad = torch.full_like(parameter, scale)
+        before = model[1].bias.detach().clone()
+        scaler.step(other)
+        scaler.update(scale)
+        assert torch.equal(model[1].bias, before - 0.1), way

@@ -95,8 +95,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self.last_step: LastStep | None = None
         # By a parameter's identity: the gradient that was divided since the last update.
         self._unscaled_gradients: dict[int, weakref.ref[Tensor]] = {}
-        # Those of the iteration before, with their versions at its end.
-        self._left_over_gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # Those that were there when the iteration before ended, of its scale or unscaled, with their versions then.
+        self._left_over_gradients: dict[int, tuple[weakref.ref[Tensor], object]] = {}
         self._tensor_exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._scale_was_read = False
@@ -177,11 +177,11 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
                 "scaler.update(): call scaler.scale(loss).backward(), or multiply gradients that you set by hand by "
-                "scaler.get_scale(). Step all optimizers of one pass before update(), which prepared ones of "
-                "accelerate and Lightning call each: there call scaler.step(one.optimizer) for each, then "
-                "scaler.update(). A stage of a pipeline without a loss gets its gradients from another process, at a "
-                "scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a constant "
-                "power of two and divide every stage's gradients by it"
+                "scaler.get_scale(), and replace p.grad or write it without .data. Step all optimizers of one pass "
+                "before update(), which prepared ones of accelerate and Lightning call each: there call "
+                "scaler.step(one.optimizer) for each, then scaler.update(). A stage of a pipeline without a loss gets "
+                "its gradients from another process, at a scale that this one does not know: in pipelines train in "
+                "bfloat16, or multiply the loss by a constant power of two and divide every stage's gradients by it"
             )
         controller.backward.deactivate_hooks_outside_backward()
         self._make_scale_tensor(torch.device(self._device))
@@ -210,10 +210,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         return flags
 
     def _is_gradient_left_over(self, parameter: Tensor) -> bool:
-        """Return whether a gradient was unscaled in the iteration before, and not written since."""
-        gradient, version = self._left_over_gradients.get(id(parameter), (None, 0))
+        """Return whether a gradient was there when the iteration before ended, and was not written since."""
+        gradient, version = self._left_over_gradients.get(id(parameter), (None, None))
         left = gradient() if gradient is not None else None
-        return left is not None and left is parameter.grad and left._version == version
+        return left is not None and left is parameter.grad and _read_version(left) == version
 
     @break_graph_and_run_eagerly
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +286,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _clear_iteration(self) -> None:
         """Clear what is known of the gradients of an iteration."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        held = ((key, gradient, gradient()) for key, gradient in self._unscaled_gradients.items())
-        self._left_over_gradients = {key: (one, live._version) for key, one, live in held if live is not None}
+        gradients = {key: live for key, one in self._unscaled_gradients.items() if (live := one()) is not None}
+        for model in filter(None, (one() for one in self._models)):
+            gradients |= {id(p): p.grad for p in model.parameters() if p.grad is not None}
+        self._left_over_gradients = {key: (weakref.ref(x), _read_version(x)) for key, x in gradients.items()}
         self._unscaled_gradients.clear()
         self._scale_was_read = False
 
@@ -428,6 +430,14 @@ def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterato
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def _read_version(gradient: Tensor) -> object:
+    """Return what a write into a gradient, or other memory for it, changes; inference tensors count as written."""
+    if gradient.is_inference():
+        return object()
+    has_memory = type(gradient) is Tensor and gradient.layout is torch.strided
+    return gradient._version, gradient.data_ptr() if has_memory else 0
 
 
 def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:

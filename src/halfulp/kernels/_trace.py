@@ -93,7 +93,7 @@ class Trace:
                 "comparisons give masks for & | ~ and select, whose two values are of one kind"
             )
         name, _, number = self.lines[operands[-1]] if operation in _SHIFTS else ("", (), (0, 0))
-        if name == "word" and number[0] >= number[1]:
+        if name == "word" and not 0 <= number[0] < number[1]:
             raise TypeError(f"{operation} by {number[0]} bits of words of {number[1]} in a device function")
 
     def emit_binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:

@@ -230,13 +230,18 @@ class Optimizer(CheckpointMixin):
         for group in self.param_groups:
             update_stream_ids_of_edited_group(group, self._stream_ids)
         members = {id(parameter): self._stream_ids[parameter] for _, _, parameter in walk_group_parameters(self)}
-        taken = {*members.values()}
+        taken, replaced = {*members.values()}, set()
         for parameter, stream_id in tuple(self._stream_ids.items()):
             # Another one stands in its place, or nothing is kept of it.
             if id(parameter) not in members and (stream_id in taken or parameter not in self.state):
                 del self._stream_ids[parameter]
                 self._plans.pop(parameter)
-                self.state.pop(parameter, None)
+                if self.state.pop(parameter, {}).get("step") == 0:
+                    replaced.add(stream_id)
+        # torch.distributed.checkpoint loads into states that are there; shards may stand in for what was narrowed.
+        for group, position, parameter in walk_group_parameters(self):
+            if self._stream_ids[parameter] in replaced:
+                self._get_valid_plan(group, position)
 
     def _make_plan(
         self,

@@ -18,14 +18,14 @@ Row = Mapping[str, Any]
 
 
 class GuardedSink:
-    """Gives rows to a function until it raises; then it is closed, and `said` says why.
+    """Gives rows to a function until it raises; then it is closed, and `failure` says why.
 
     Args:
         name: what it is called in that sentence.
         write: takes a row.
 
     Attributes:
-        said: how it ended, without the words of the error, which may hold paths; None while it works.
+        failure: how it ended, without the words of the error, which may hold paths; None while it works.
 
     >>> def full(row):
     ...     raise OSError(28, "No space left on device")

@@ -304,6 +304,22 @@ def test_copies_and_edited_groups_keep_the_names_numbers():
     assert other._stream_ids[group["params"][0]] == ("layers.3.bias", hash_parameter_name("layers.3.bias"))
 
 
+def test_what_replaced_narrowed_parameters_has_states_that_files_load_into():
+    """accelerate puts shards in the places of parameters, and torch loads into the states that there are."""
+    model = Net().float()
+    options = {"lr": 1e-2, "param_dtype": torch.bfloat16, "weight_update": "stochastic"}
+    optimizer = hu.optim.AdamW(model.named_parameters(), **options)
+    _train(model, optimizer, 0, 2)
+    other = Net().float()
+    resumed = hu.optim.AdamW(other.named_parameters(), **options)
+    for group in resumed.param_groups:
+        group["params"] = [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]
+    assert [len(state) for state in resumed.state_dict()["state"].values()] == [
+        len(state) for state in optimizer.state_dict()["state"].values()
+    ]
+    assert {state["step"] for state in resumed.state_dict()["state"].values()} == {0}
+
+
 def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
     """What torch flattens are the entries of `optimizer.state`, in which a wrapped optimizer's own states are not."""
     model = Net()

@@ -1,6 +1,8 @@
 """Weight updates by name or object, and what is refused."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -68,3 +70,18 @@ def test_param_groups_that_trainers_save_as_they_are_load_with_weights_only(name
     torch.save({"weight_update": UPDATES[name]}, file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == {"weight_update": UPDATES[name]}
+
+
+class _Own(StochasticallyRounded):
+    name = "not registered"
+
+
+def test_a_weight_update_that_is_not_registered_is_pickled_and_copied_as_any_object():
+    own = _Own()
+    assert copy.deepcopy(own) == own
+    assert pickle.loads(pickle.dumps(own)) == own
+    file = io.BytesIO()
+    torch.save(own, file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)

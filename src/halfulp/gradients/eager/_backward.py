@@ -1,4 +1,4 @@
-"""BackwardHooks: the hooks that move, round and measure gradients while a scaled loss is differentiated."""
+"""The hooks that move, round and measure gradients while a scaled loss is differentiated."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StepSpec:
     store: Store  # of the parameter
     gradient: Store
     codecs: tuple[Codec, ...]  # of the states, in the rule's order
-    counts_lost_updates: bool = False  # lost updates are counted
+    counts_lost_updates: bool = False
     scaled: bool = False  # the parameter is a payload with a scale; scales are then further constants
     # What is found instead of writing: "amax", the largest finite magnitudes that a step would store, or of the values
     # that the rule adds up the "largest" finite magnitudes or the "sums".

@@ -36,10 +36,11 @@ class WeightUpdate:
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __reduce_ex__(self, protocol: Any) -> Any:
         # Trainers save param groups as they are, as Lightning's BaseFinetuning does, and load with weights_only.
-        torch.serialization.add_safe_globals([cls])
+        if type(WEIGHT_UPDATE_BY_NAME.get(self.name)) is type(self):
+            return find_weight_update, (self.to_dict(),)
+        return super().__reduce_ex__(protocol)
 
     def check_store(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""

@@ -109,7 +109,7 @@ def refuse_torchscript(ref: ParameterRef) -> None:
 def check_module_takes_conversion(ref: ParameterRef) -> None:
     """Raise for a parameter of a module of torch.jit, of one with sparse gradients, or of a lazy one before a batch."""
     refuse_torchscript(ref)
-    if isinstance(ref.module, (nn.Embedding, nn.EmbeddingBag)) and ref.module.sparse:
+    if isinstance(ref.module, (nn.Embedding, nn.EmbeddingBag)) and ref.module.sparse and ref.value.requires_grad:
         raise ValueError(
             f"parameter {ref.name!r} is of {name_type(ref.module)} with sparse=True, whose gradients have neither "
             "components nor a scale: make it with sparse=False, or leave it out by where="

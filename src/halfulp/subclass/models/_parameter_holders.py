@@ -228,7 +228,8 @@ def check_parameter_holders(named: NameTensorPairs, what: str, *, replaced: bool
             if id(parameter) in names:
                 raise ValueError(
                     f"parameter {names[id(parameter)]!r} is held by {kind}, which cannot be told that it changes: "
-                    f"call {what} before wrapping the model"
+                    f"call {what} before wrapping the model; where Lightning wraps it, "
+                    "give Trainer(plugins=[Recipe('bf16-split8')]) of halfulp.integrations.lightning"
                 )
     may_share = "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules
     for name, kind in list_parameters_held_by_optimizers(unique) if may_share else ():
