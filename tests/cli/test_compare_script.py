@@ -206,7 +206,7 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
     with substitute_optimizers(recipes.get("bf16-kahan")) as done:
         mine = Mine(torch.nn.Linear(2, 2).parameters())
         assert type(mine) is Mine
-        assert done.optimizer is None
+        assert done.optimizer_ref is None
         with pytest.raises(RecipeRefusal, match="it trains by Mine"):
             mine.step()
         optimizer = torch.optim.AdamW(model.named_parameters(), 1e-3, betas=(0.8, 0.9))

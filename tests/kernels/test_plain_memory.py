@@ -243,6 +243,7 @@ LOOKED_AT = {
     "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_plan_valid"},
     "optim/step/_run.py": {"_write_step_pointers"},
+    "testing/_rules.py": {"_find_memory"},
     "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew_plan"},
 }
 
