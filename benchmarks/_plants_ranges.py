@@ -159,13 +159,13 @@ def logarithm(state: str, layer: int) -> Setup:
 @plant(
     "a root of zero on the way back",
     "first-nonfinite",
-    "mlp.before0",
+    "norm",
     "eps inside",
     "an eps inside the root",
     "share of gradients that are not finite",
 )
 def root(state: str, layer: int) -> Setup:
-    """Its output is finite, and its gradient is 0 times infinity."""
+    """The output of mlp.before0 is finite, and the gradient that it gives the norm before it 0 times infinity."""
     eps = 0.0 if state == "faulty" else 1e-6
     spread = 1.0 if state == "healthy" else 0.0
     setup = broken(layer, (Function(lambda x: (x.square() * spread + eps).sqrt() + x),), "before0")
