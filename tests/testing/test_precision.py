@@ -269,12 +269,12 @@ def test_the_seed_decides_how_updates_are_rounded_and_where_the_twin_starts(seed
     for parameter in ours.parameters():  # bfloat16's own numbers: no seed decides how they are converted
         nn.init.ones_(parameter)
     options = {"loss": lambda out: out.float().square().sum(), "steps": 2}
-    for own in (1, 1, 2):
+    for own in (1, 1, 2, 3, 4, 5, 6, 7):
         check = assert_precision_ok(ours, x, "bf16-stochastic", seed=own, **options)
         found += [one for one in check.differences if one.name == "losses of 2 steps"]
     assert found[0] == found[1]
-    assert found[0].relative != found[2].relative
-    assert found[0].allowed != found[2].allowed
+    assert len({one.relative for one in found}) > 1
+    assert len({one.allowed for one in found}) > 1  # of a twin 1e-7 away: few seeds may end in one float32
 
 
 def test_batches_of_keywords_and_losses_of_the_models_own(seed):
