@@ -264,7 +264,7 @@ def test_masks_of_dropout_are_the_same_in_all_runs(seed):
     assert assert_precision_ok(ours, torch.randn(32, 16), "bf16-kahan").passed
 
 
-def test_the_seed_decides_how_updates_are_rounded_and_where_the_twin_starts(seed):
+def test_the_seed_decides_how_updates_are_rounded(seed):
     ours, x, found = nn.Linear(16, 8), torch.randn(32, 16), []
     for parameter in ours.parameters():  # bfloat16's own numbers: no seed decides how they are converted
         nn.init.ones_(parameter)
@@ -274,7 +274,6 @@ def test_the_seed_decides_how_updates_are_rounded_and_where_the_twin_starts(seed
         found += [one for one in check.differences if one.name == "losses of 2 steps"]
     assert found[0] == found[1]
     assert len({one.relative for one in found}) > 1
-    assert len({one.allowed for one in found}) > 1  # of a twin 1e-7 away: few seeds may end in one float32
 
 
 def test_batches_of_keywords_and_losses_of_the_models_own(seed):
