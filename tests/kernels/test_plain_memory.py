@@ -244,6 +244,7 @@ LOOKED_AT = {
     "optim/parameters/_parameter_plan.py": {"is_plan_valid"},
     "optim/step/_run.py": {"_write_step_pointers"},
     "testing/_rules.py": {"_find_memory"},
+    "gradients/_scaler.py": {"_read_version"},
     "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew_plan"},
 }
 

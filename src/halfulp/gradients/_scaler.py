@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .._messages import name_type
 from ..formats import Format
-from ..kernels import break_graph_and_run_eagerly, get_plain_address_or_zero
+from ..kernels import break_graph_and_run_eagerly
 from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
@@ -434,7 +434,10 @@ def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterato
 
 def _read_version(gradient: Tensor) -> object:
     """Return what a write into a gradient, or other memory for it, changes; inference tensors count as written."""
-    return object() if gradient.is_inference() else (gradient._version, get_plain_address_or_zero(gradient))
+    if gradient.is_inference():
+        return object()
+    has_memory = type(gradient) is Tensor and gradient.layout is torch.strided
+    return gradient._version, gradient.data_ptr() if has_memory else 0
 
 
 def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:

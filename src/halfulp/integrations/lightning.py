@@ -55,7 +55,7 @@ class Recipe(_precision_plugins.Precision):
     def __init__(self, recipe: str | _Recipe, **options: Any) -> None:
         self.recipe: _Recipe = get(recipe) if isinstance(recipe, str) else recipe
         self.options: dict[str, Any] = options
-        self.precision: str = self.recipe.name
+        self.precision: Any = self.recipe.name
         if self.recipe.gradient_format is not None:
             raise ValueError(
                 f"recipe {self.recipe.name!r} scales gradients: use AdaptiveMixed(...) for a scaler under autocast, or "
@@ -89,7 +89,8 @@ class AdaptiveMixed(_precision_plugins.MixedPrecision):
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
         # Until there is a module, the scaler has only a state to be saved.
-        super().__init__("16-mixed", device, scaler=types.SimpleNamespace(state_dict=dict))
+        unmade: Any = types.SimpleNamespace(state_dict=dict)
+        super().__init__("16-mixed", device, scaler=unmade)
         self.scaler: Any
         self.options = options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ...kernels._threads import cached_attribute
 
@@ -160,13 +160,12 @@ class UpdateRule:
         first = 2 + (self.prepare is not None) + len(self.states)
         return tuple(inspect.signature(self.update).parameters)[first:]
 
-    def check_constant_count(self, given: tuple[float, ...]) -> None:
-        """Raise ValueError unless there is a number for each of the constants."""
-        if len(given) != len(self.constants):
-            raise ValueError(
-                f"the values of rule {self.name!r} are {given}, but its update takes {self.constants}: give a number "
-                "for each of these"
-            )
+    def refuse_constant_count(self, given: tuple[float, ...]) -> NoReturn:
+        """Raise ValueError: there is not a number for each of the constants."""
+        raise ValueError(
+            f"the values of rule {self.name!r} are {given}, but its update takes {self.constants}: give a number for "
+            "each of these"
+        )
 
     @cached_attribute
     def has_data_dependent_constants(self) -> bool:

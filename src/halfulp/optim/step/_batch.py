@@ -283,7 +283,8 @@ class CachedBatchTables:
                     ]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 for one in () if rule.has_data_dependent_constants else made.values():
-                    rule.check_constant_count(one)
+                    if len(one) != len(rule.constants):
+                        rule.refuse_constant_count(one)
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
                 if rule.has_data_dependent_constants:
                     counted += [(groups[number], age) for age in ages]

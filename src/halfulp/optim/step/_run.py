@@ -354,8 +354,8 @@ def add_prepared_tensors(batch: Batch) -> None:
         # A copy of a shard, so that nothing keeps the whole.
         batch.prepared_tensors.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
-        if batch.spec.rule.late_values is None:
-            batch.spec.rule.check_constant_count(batch.constants[row])
+        if batch.spec.rule.late_values is None and len(batch.constants[row]) != len(batch.spec.rule.constants):
+            batch.spec.rule.refuse_constant_count(batch.constants[row])
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
@@ -407,7 +407,8 @@ def add_constants_from_sums(batches: Sequence[Batch], sums: Sequence[list[tuple[
             key = id(group), age, total
             if key not in made:
                 made[key] = (*batch.constants[row], *late(group, age, total))
-                batch.spec.rule.check_constant_count(made[key])
+                if len(made[key]) != len(batch.spec.rule.constants):
+                    batch.spec.rule.refuse_constant_count(made[key])
             batch.constants[row] = made[key]
 
 
